@@ -1,0 +1,21 @@
+"""The ops of MSA. Each folder holds one: README.md, reference.py (the definition), op.py (the contract)."""
+
+from .block_selection import block_scores, select_blocks
+from .block_sparse_attention import sparse_attention
+from .dense_causal_attention import dense_attention
+from .indexer_loss import dense_indexer_kl, sparse_indexer_kl
+from .segments import Segments
+from .selection_recall import SelectionQuality, selection_quality, skill
+
+__all__ = [
+    "Segments",
+    "SelectionQuality",
+    "block_scores",
+    "dense_attention",
+    "dense_indexer_kl",
+    "select_blocks",
+    "selection_quality",
+    "skill",
+    "sparse_attention",
+    "sparse_indexer_kl",
+]

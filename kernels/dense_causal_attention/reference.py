@@ -1,0 +1,69 @@
+"""Exact softmax attention over a token mask, in plain PyTorch."""
+
+import torch
+from torch import Tensor
+
+from ..segments import Segments
+from ..tiling import QueryTile, grouped_scores, join_rows, query_tiles, run_tile, token_mask, zero_of
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Output [rows, n, d] in the dtype of `query` and lse [rows, n] in fp32 (fp64 for fp64 inputs).
+
+    query [rows, n, d], key and value [keys, g, d], mask bool [1 or g, rows, keys]. A row without tokens: 0 and -inf.
+    """
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    hidden = ~mask[:, None]
+    # A finite floor keeps a row without tokens free of inf - inf, in forward and in backward. [g, n/g, rows, keys]
+    scores = grouped_scores(query.to(dtype), key.to(dtype), scale).masked_fill(hidden, torch.finfo(dtype).min)
+    probs = scores.softmax(dim=3).masked_fill(hidden, 0.0)
+    # [g, n/g, rows, d] = [g, n/g * rows, keys] [g, keys, d]
+    output = (probs.flatten(1, 2) @ value.to(dtype).transpose(0, 1)).unflatten(1, probs.shape[1:3])
+    with torch.no_grad():
+        lse = scores.logsumexp(dim=3).masked_fill(~mask.any(dim=2)[:, None], -torch.inf)
+    return output.permute(2, 0, 1, 3).flatten(1, 2).to(query.dtype), lse.permute(2, 0, 1).flatten(1, 2)
+
+
+def attend_tile(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block_indices: Tensor | None,
+    tile: QueryTile,
+    block_size: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """`attend` for the rows of one tile; the mask is made here, so that a checkpointed tile does not keep it."""
+    return attend(query, key, value, token_mask(tile, block_indices, block_size, query.device), scale)
+
+
+def attention_reference(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block_indices: Tensor | None,
+    segments: Segments,
+    *,
+    block_size: int,
+    softmax_scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Output and lse over the kept blocks, or over all visible tokens where `block_indices` is None."""
+    outputs, lses = [], []
+    for tile, bounded in query_tiles(segments):
+        ids = None if block_indices is None else block_indices[tile.queries]
+        rows = (query[tile.queries], key[tile.keys], value[tile.keys], ids)
+        output, lse = run_tile(attend_tile, *rows, tile, block_size, softmax_scale, bounded=bounded)
+        outputs.append((tile.q_start, output))
+        lses.append((tile.q_start, lse))
+    lse_like = query.new_empty(query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32))
+    output = join_rows(outputs, query, 0.0)
+    if not outputs:
+        output = output + zero_of(query, key, value)
+    return output, join_rows(lses, lse_like, -torch.inf)
+
+
+def dense_attention_reference(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, softmax_scale: float
+) -> tuple[Tensor, Tensor]:
+    """See `dense_attention`."""
+    return attention_reference(query, key, value, None, segments, block_size=1, softmax_scale=softmax_scale)
