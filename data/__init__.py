@@ -1,0 +1,1 @@
+"""Data: corpus -> tokenizer -> indexed files -> samples with document borders -> packed micro-batches."""
