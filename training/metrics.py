@@ -56,20 +56,19 @@ PLACEHOLDERS = {
 
 SUM, MEAN, MAX, LAST = Reduction.SUM, Reduction.MEAN, Reduction.MAX, Reduction.LAST
 
-# Index measures taken on sampled rows, in training and on evaluation sets alike.
+# Index measures on sampled long rows (more than k visible blocks), in training and on evaluation sets alike.
 _RECALL = {
-    "block_recall": ("share of the true top-k blocks that the index selects", "fraction"),
-    "score_recall": (
-        "attention mass of the true top-k blocks that the index selects, of the mass of all of them",
-        "fraction",
-    ),
-    "random_score_recall": ("score recall of the local block plus k-1 uniformly drawn blocks", "fraction"),
-    "score_recall_skill": ("(score recall - random) / (1 - random): 0 is chance, 1 is perfect", "fraction"),
-    "captured_mass": ("attention mass on the selected blocks, of all visible mass", "fraction"),
+    "block_recall": "share of the true top-k blocks that the index selects",
+    "random_block_recall": "expected block recall of the local block plus k-1 uniformly drawn blocks",
+    "score_recall": "attention mass of the true top-k blocks that the index selects, of the mass of all of them",
+    "random_score_recall": "expected score recall of the local block plus k-1 uniformly drawn blocks",
+    "score_recall_skill": "(score recall - random) / (1 - random): 0 is chance, 1 is perfect",
+    "captured_mass": "full-attention mass on the selected blocks",
 }
 _LONG_ROWS = ("share of rows with more than k visible blocks, the only rows that the recalls count", "fraction")
 
-# name: (description, unit, reduction). Losses are global sums over global counts, so they arrive equal on all ranks.
+# name: (description, unit, reduction). Losses, KLs and recalls are ratios of sums over all ranks (a mean of the ranks'
+# ratios would weigh unequal row counts alike): divided after their sums are reduced, they arrive equal everywhere.
 _ROWS: dict[str, tuple[str, str, Reduction]] = {
     "train/lm_loss": ("language-model loss", "nats/token", LAST),
     "train/loss": ("LM loss + kl_coef x KL summed over layers", "nats/token", LAST),
@@ -83,15 +82,15 @@ _ROWS: dict[str, tuple[str, str, Reduction]] = {
     "optim/indexer_grad_norm": ("gradient norm of the index branch before its own clip", "1", LAST),
     "optim/skipped_steps": ("steps skipped for a non-finite loss or gradient since the start", "steps", LAST),
     "indexer/kl": ("KL(P || P_idx), mean over rows, groups and MSA layers", "nats", LAST),
-    "indexer/kl_uniform": ("KL(P || uniform) on the same rows: what an index that knows nothing gets", "nats", LAST),
+    "indexer/kl_uniform": ("KL(P || uniform) on sampled rows: what an index that knows nothing gets", "nats", LAST),
     "indexer/kl_share_of_loss": ("kl_coef x KL summed over layers, of train/loss", "fraction", LAST),
     "indexer/kl/layer_<i>": ("KL(P || P_idx) of one layer", "nats", LAST),
     "indexer/kl_uniform/layer_<i>": ("KL(P || uniform) of one layer", "nats", LAST),
-    "indexer/entropy": ("entropy of P_idx, mean over rows, groups and layers", "nats", MEAN),
-    "indexer/entropy/layer_<i>": ("entropy of P_idx in one layer", "nats", MEAN),
-    "indexer/local_fraction": ("attention mass on the local block, of all visible mass", "fraction", MEAN),
-    "indexer/sink_fraction": ("share of rows that select the first block of their document", "fraction", MEAN),
-    "indexer/long_row_fraction": (*_LONG_ROWS, MEAN),
+    "indexer/entropy": ("entropy of P_idx, mean over sampled rows, groups and layers", "nats", LAST),
+    "indexer/entropy/layer_<i>": ("entropy of P_idx in one layer", "nats", LAST),
+    "indexer/local_fraction": ("P_idx mass in the local block", "fraction", LAST),
+    "indexer/sink_fraction": ("P_idx mass in the first block of the document", "fraction", LAST),
+    "indexer/long_row_fraction": (*_LONG_ROWS, LAST),
     "moe/max_over_mean_load": ("tokens of the busiest expert over the mean, worst layer", "ratio", MAX),
     "moe/max_over_mean_load/layer_<i>": ("tokens of the busiest expert over the mean, one layer", "ratio", LAST),
     "moe/dead_experts": ("experts that got no token, summed over layers", "experts", LAST),
@@ -111,11 +110,11 @@ _ROWS: dict[str, tuple[str, str, Reduction]] = {
     "eval/<set>/long_row_fraction": (*_LONG_ROWS, LAST),
     "eval/ruler/<task>_<len>": ("score of a RULER task at one context length", "fraction", LAST),
 }
-for _name, (_description, _unit) in _RECALL.items():
-    _ROWS[f"indexer/{_name}"] = (_description, _unit, MEAN)
-    _ROWS[f"indexer/{_name}/layer_<i>"] = (f"{_description}; one layer", _unit, MEAN)
-    _ROWS[f"indexer/{_name}/layer_<i>/group_<r>"] = (f"{_description}; one layer and KV group", _unit, MEAN)
-    _ROWS[f"eval/<set>/{_name}"] = (_description, _unit, LAST)
+for _name, _description in _RECALL.items():
+    _ROWS[f"indexer/{_name}"] = (_description, "fraction", LAST)
+    _ROWS[f"indexer/{_name}/layer_<i>"] = (f"{_description}; one layer", "fraction", LAST)
+    _ROWS[f"indexer/{_name}/layer_<i>/group_<r>"] = (f"{_description}; one layer and KV group", "fraction", LAST)
+    _ROWS[f"eval/<set>/{_name}"] = (_description, "fraction", LAST)
 
 REGISTRY: dict[str, Metric] = {
     name: Metric(name=name, description=description, unit=unit, reduction=reduction)

@@ -62,6 +62,7 @@ class RunSummary:
 
     kl_first: float | None
     kl_uniform_first: float | None
+    """KL(P || uniform), sampled at the nearest step of the same phase; so are the two below."""
     kl_switch: float | None
     """Last value before the sparse phase."""
     kl_uniform_switch: float | None
@@ -162,11 +163,11 @@ def summarize(history: History) -> RunSummary:
         eval_loss_first=eval_losses[0] if eval_losses else None,
         eval_loss_last=eval_losses[-1] if eval_losses else None,
         kl_first=_finite(kl_first, "indexer/kl"),
-        kl_uniform_first=_finite(kl_first, "indexer/kl_uniform"),
+        kl_uniform_first=_uniform_beside(records, kl_first),
         kl_switch=_finite(kl_switch, "indexer/kl"),
-        kl_uniform_switch=_finite(kl_switch, "indexer/kl_uniform"),
+        kl_uniform_switch=_uniform_beside(records, kl_switch),
         kl_last=_finite(kl_last, "indexer/kl"),
-        kl_uniform_last=_finite(kl_last, "indexer/kl_uniform"),
+        kl_uniform_last=_uniform_beside(records, kl_last),
         switch_eval_step=evaluation[0],
         switch_dense_loss=evaluation[1],
         switch_sparse_loss=evaluation[2],
@@ -186,6 +187,16 @@ def _at(records: list[dict[str, Any]], index: int) -> dict[str, Any]:
 def _finite(record: dict[str, Any], name: str) -> float | None:
     value = record.get(name)
     return value if value is not None and math.isfinite(value) else None
+
+
+def _uniform_beside(records: list[dict[str, Any]], kl_record: dict[str, Any]) -> float | None:
+    """KL(P || uniform) of the nearest step in the same phase: it is sampled, so the step itself may have none."""
+    if not kl_record:
+        return None
+    phase = kl_record.get("train/phase")
+    same = [r for r in records if r.get("train/phase") == phase and _finite(r, "indexer/kl_uniform") is not None]
+    nearest = min(same, key=lambda r: abs(r["step"] - kl_record["step"]), default={})
+    return _finite(nearest, "indexer/kl_uniform")
 
 
 def _switch_evaluation(history: History, eval_set: str | None) -> tuple[int | None, float | None, float | None]:
