@@ -10,8 +10,11 @@ from torch.utils.checkpoint import checkpoint
 
 from .segments import Segments
 
-QUERY_TILE = 512
-"""Query rows handled at once: score tensors hold at most heads x QUERY_TILE x (visible keys) numbers."""
+QUERY_TILE = 128
+"""Query rows handled at once: a score tensor holds at most heads x QUERY_TILE x (visible keys) numbers."""
+
+CHECKPOINT_PAIRS = 2**20
+"""A fragment with more (query, key) pairs than this is computed again in backward instead of kept by autograd."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class QueryTile:
 
 
 def query_tiles(segments: Segments) -> Iterator[tuple[QueryTile, bool]]:
-    """The tiles of all fragments in fragment order, each with whether its fragment needs more than one."""
+    """The tiles of all fragments in fragment order, each with whether autograd may not keep its scores."""
     for number, (q_start, q_len, k_start, k_len) in enumerate(segments.rows):
         for first in range(0, q_len, QUERY_TILE):
             last = min(first + QUERY_TILE, q_len)
@@ -60,7 +63,7 @@ def query_tiles(segments: Segments) -> Iterator[tuple[QueryTile, bool]]:
                 k_end=k_start + position + last - first,
                 first_position=position,
             )
-            yield tile, q_len > QUERY_TILE
+            yield tile, q_len * k_len > CHECKPOINT_PAIRS
 
 
 def kept_tokens(block_indices: Tensor, visible: Tensor, block_size: int) -> Tensor:
@@ -82,6 +85,29 @@ def token_mask(tile: QueryTile, block_indices: Tensor | None, block_size: int, d
     if block_indices is None:
         return visible[None]
     return kept_tokens(block_indices, visible, block_size)
+
+
+def mask_floor(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """What to add to scores: 0 in the mask, a huge negative number outside.
+
+    The number is finite, so that a row without tokens meets no inf - inf, in forward or in backward.
+    """
+    return (mask.to(dtype) - 1) * (torch.finfo(dtype).max / 2)
+
+
+def masked_softmax(scores: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Probabilities [..., keys] within the mask, exactly 0 outside, and lse [...], not differentiable.
+
+    The mask broadcasts against the scores. A row without tokens has lse -inf and meaningless (finite) probabilities:
+    the caller zeroes what it makes of them.
+    """
+    scores = scores + mask_floor(mask, scores.dtype)
+    probs = scores.softmax(dim=-1)
+    with torch.no_grad():
+        # The largest probability is exp(largest score - lse); this spares a second pass of exponentials.
+        lse = scores.amax(dim=-1) - probs.amax(dim=-1).log()
+        lse = lse.masked_fill(~mask.any(dim=-1), -torch.inf)
+    return probs, lse
 
 
 def run_tile(function: Callable[..., Any], *args: Any, bounded: bool) -> Any:

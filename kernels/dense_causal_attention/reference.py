@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ..segments import Segments
-from ..tiling import QueryTile, grouped_scores, join_rows, query_tiles, run_tile, token_mask, zero_of
+from ..tiling import QueryTile, grouped_scores, join_rows, masked_softmax, query_tiles, run_tile, token_mask, zero_of
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -13,14 +13,11 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
     query [rows, n, d], key and value [keys, g, d], mask bool [1 or g, rows, keys]. A row without tokens: 0 and -inf.
     """
     dtype = torch.promote_types(query.dtype, torch.float32)
-    hidden = ~mask[:, None]
-    # A finite floor keeps a row without tokens free of inf - inf, in forward and in backward. [g, n/g, rows, keys]
-    scores = grouped_scores(query.to(dtype), key.to(dtype), scale).masked_fill(hidden, torch.finfo(dtype).min)
-    probs = scores.softmax(dim=3).masked_fill(hidden, 0.0)
-    # [g, n/g, rows, d] = [g, n/g * rows, keys] [g, keys, d]
+    # [g, n/g, rows, keys] and [g, n/g, rows]
+    probs, lse = masked_softmax(grouped_scores(query.to(dtype), key.to(dtype), scale), mask[:, None])
+    # [g, n/g, rows, d], with the group's heads and rows as one long axis for the product
     output = (probs.flatten(1, 2) @ value.to(dtype).transpose(0, 1)).unflatten(1, probs.shape[1:3])
-    with torch.no_grad():
-        lse = scores.logsumexp(dim=3).masked_fill(~mask.any(dim=2)[:, None], -torch.inf)
+    output = output * mask.any(dim=2)[:, None, :, None]
     return output.permute(2, 0, 1, 3).flatten(1, 2).to(query.dtype), lse.permute(2, 0, 1).flatten(1, 2)
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..segments import Segments
-from ..tiling import QueryTile, grouped_scores, join_rows, query_tiles, run_tile, token_mask, zero_of
+from ..tiling import QueryTile, grouped_scores, join_rows, mask_floor, query_tiles, run_tile, token_mask, zero_of
 
 
 @torch.no_grad()
@@ -30,8 +30,8 @@ def kl_rows(
     teacher = teacher_probs(query.detach().to(dtype), key.detach().to(dtype), lse.detach().to(dtype), mask, scale)
     # [g, rows, keys]
     index_scores = (index_query.to(dtype).transpose(0, 1) / math.sqrt(index_query.shape[2])) @ index_key.to(dtype).T
-    # The finite floor and the zeroed logs keep hidden tokens and rows without tokens free of NaN in both directions.
-    log_student = index_scores.masked_fill(~mask, torch.finfo(dtype).min).log_softmax(dim=2).masked_fill(~mask, 0.0)
+    # Hidden tokens have a finite log, made 0: no 0 * inf and no inf - inf, in forward or in backward.
+    log_student = (index_scores + mask_floor(mask, dtype)).log_softmax(dim=2) * mask.to(dtype)
     kl = (torch.special.xlogy(teacher, teacher) - teacher * log_student).sum(dim=2)
     # With one token both distributions are 1; rounding in the teacher must not show.
     return kl.masked_fill(mask.sum(dim=2) <= 1, 0.0).T

@@ -8,13 +8,8 @@ from torch import Tensor
 
 from .. import tiling
 from ..segments import Segments
-from ..tiling import grouped_scores, kept_tokens
+from ..tiling import grouped_scores, kept_tokens, mask_floor, masked_softmax
 from .quality import SelectionQuality
-
-
-def masked_probs(scores: Tensor, mask: Tensor) -> Tensor:
-    """Softmax over the last dim within the mask, exactly 0 outside; every row has a token in the mask."""
-    return scores.masked_fill(~mask, torch.finfo(scores.dtype).min).softmax(dim=-1).masked_fill(~mask, 0.0)
 
 
 def block_mass(probs: Tensor, block_size: int) -> Tensor:
@@ -89,17 +84,16 @@ def selection_quality_reference(
             mask = kept if support == "kept" else visible.expand_as(kept)
             # [g, n/g, rows, keys]
             scores = grouped_scores(query[chosen].double(), key[keys].double(), softmax_scale)
-            teacher = masked_probs(scores, mask[:, None]).mean(dim=1)
+            teacher = masked_softmax(scores, mask[:, None])[0].mean(dim=1)
             index_scores = index_query[chosen].double().transpose(0, 1) @ index_key[keys].double().T
             index_scores = index_scores / math.sqrt(index_query.shape[2])
-            student = masked_probs(index_scores, mask)
-            log_student = index_scores.masked_fill(~mask, torch.finfo(torch.float64).min).log_softmax(dim=2)
-            log_student = log_student.masked_fill(~mask, 0.0)
+            log_student = (index_scores + mask_floor(mask, torch.float64)).log_softmax(dim=2) * mask
+            student = log_student.exp() * mask
             values = support_sums(teacher, student, log_student, mask, token // block_size == local[:, None])
             values["sink_fraction"] = student[:, :, :block_size].sum(dim=2)
 
             long_rows = local >= num_selected
-            mass = block_mass(masked_probs(scores, visible).mean(dim=1), block_size)
+            mass = block_mass(masked_softmax(scores, visible)[0].mean(dim=1), block_size)
             kept_blocks = block_mass(kept.double(), block_size) > 0
             values |= recall_sums(mass[:, long_rows], kept_blocks[:, long_rows], local[long_rows], num_selected)
             total = total + SelectionQuality(
