@@ -180,6 +180,7 @@ def build_dataset(
         sequence_length=seq_length,
         blend_per_split=blends,
         path_to_cache=str(cache_dir),
+        mid_level_dataset_surplus=blend_surplus(len(manifests), num_samples),
         tokenizer=TokenizerIdentity(any_manifest.tokenizer, any_manifest.vocab_size, any_manifest.eod_id),
         # Megatron's own masks compare token values; ours come from lengths, so its are off.
         reset_position_ids=False,
@@ -192,6 +193,15 @@ def build_dataset(
     dataset = PackedDatasetBuilder(PackedDataset, sizes, lambda: True, config).build()[split.value]
     # Megatron rounds up: to whole epochs for one source, to whole samples of every source for a blend.
     return Subset(dataset, range(num_samples))
+
+
+def blend_surplus(num_sources: int, num_samples: int) -> float:
+    """Share of samples to build above what a source of a blend is asked for.
+
+    Megatron rounds every source up, so the blend is up to `num_sources` samples longer than asked, and a large source
+    gives most of them: megatron's own 0.5% is too little for many small sources, and the build fails.
+    """
+    return 0.005 + num_sources / num_samples
 
 
 def samples_per_epoch(num_tokens: int, seq_length: int) -> int:

@@ -1,0 +1,58 @@
+import pickle
+
+import pytest
+import torch
+from msa_pretrain.data.dataset import Sample
+from msa_pretrain.data.packing import collate
+
+
+def sample(tokens, lengths, documents, masked=()):
+    loss_mask = torch.ones(len(tokens), dtype=torch.bool)
+    loss_mask[list(masked)] = False
+    tokens = torch.tensor(tokens)
+    return Sample(tokens, tokens + 100, loss_mask, lengths, documents)
+
+
+FIRST = sample([5, 0, 6, 7, 0, 8, 9, 10], (2, 3, 3), (40, 41, 42), masked=(1, 4))
+SECOND = sample([1, 2, 3, 0, 4, 5, 6, 7], (4, 4), (42, 7), masked=(3,))
+
+
+def test_one_sample():
+    """T4.2, as the kernels see it."""
+    batch = collate([FIRST])
+    assert batch.positions.tolist() == [[0, 1, 0, 1, 2, 0, 1, 2]]
+    assert batch.segments.rows == ((0, 2, 0, 2), (2, 3, 2, 3), (5, 3, 5, 3))
+    assert batch.loss_mask.tolist() == [[1, 0, 1, 1, 0, 1, 1, 1]]
+    assert batch.num_target_tokens == 6 and batch.num_valid_rows == 8
+
+
+def test_samples_follow_one_another_in_one_row():
+    batch = collate([FIRST, SECOND])
+    assert batch.tokens.tolist() == [[5, 0, 6, 7, 0, 8, 9, 10, 1, 2, 3, 0, 4, 5, 6, 7]]
+    assert torch.equal(batch.labels, batch.tokens + 100)
+    assert batch.loss_mask.tolist() == [[1, 0, 1, 1, 0, 1, 1, 1, 1, 1, 1, 0, 1, 1, 1, 1]]
+    assert batch.positions.tolist() == [[0, 1, 0, 1, 2, 0, 1, 2, 0, 1, 2, 3, 0, 1, 2, 3]]
+    assert batch.document_ids.tolist() == [40, 40, 41, 41, 41, 42, 42, 42, 42, 42, 42, 42, 7, 7, 7, 7]
+    # Document 42 is in both samples; its parts are two segments all the same.
+    assert [row[:2] for row in batch.segments.rows] == [(0, 2), (2, 3), (5, 3), (8, 4), (12, 4)]
+    assert all(row[:2] == row[2:] for row in batch.segments.rows)
+    assert batch.segments.num_queries == batch.segments.num_keys == 16
+    assert batch.num_target_tokens == 13 and batch.num_valid_rows == 16
+    dtypes = (batch.tokens.dtype, batch.labels.dtype, batch.loss_mask.dtype, batch.positions.dtype)
+    assert dtypes == (torch.int64, torch.int64, torch.float32, torch.int64)
+    assert batch.document_ids.dtype == torch.int64 and batch.tokens.is_contiguous()
+
+
+def test_a_batch_survives_a_worker_and_a_move():
+    batch = collate([FIRST, SECOND])
+    for copy in (pickle.loads(pickle.dumps(batch)), batch.to("cpu")):
+        assert copy.segments == batch.segments and torch.equal(copy.positions, batch.positions)
+        assert copy.num_target_tokens == 13
+    meta = batch.to("meta")
+    moved = (meta.tokens, meta.labels, meta.loss_mask, meta.positions, meta.document_ids)
+    assert {tensor.device.type for tensor in moved} == {"meta"}
+
+
+def test_no_samples():
+    with pytest.raises(ValueError, match="there are no samples to pack"):
+        collate([])
