@@ -53,10 +53,13 @@ class ProgressLine:
 
     def _start_live(self) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn
+        from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
 
-        columns = (BarColumn(bar_width=20), TextColumn("{task.percentage:>3.0f}%"), TextColumn("{task.description}"))
-        self._progress = Progress(*columns, console=Console(file=self._stream), transient=False)
+        console = Console(file=self._stream)
+        columns: list[ProgressColumn] = [TextColumn("{task.percentage:>3.0f}%"), TextColumn("{task.description}")]
+        if console.width >= 130:  # else the text needs the room
+            columns.insert(0, BarColumn(bar_width=20))
+        self._progress = Progress(*columns, console=console)
         self._task = self._progress.add_task("starting", total=self._total_steps)
         self._progress.start()
 

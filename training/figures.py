@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 MAX_POINTS = 600  # a curve; a layer's curve gets a third, as there may be 62 of them
 BLUE, ORANGE, GREEN, RED, GREY = "#2563eb", "#ea580c", "#16a34a", "#dc2626", "#64748b"
-PHASE_MARK = "phase change"  # gid of the vertical lines
 STYLE: Any = {
     "font.size": 9,
     "font.family": "DejaVu Sans",
@@ -86,10 +85,10 @@ def thin(points: Sequence[Point], max_points: int = MAX_POINTS) -> list[Point]:
 
 def _new_axes(history: History) -> tuple[Any, Any]:
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    figure = Figure(figsize=(6.4, 3.4), layout="constrained")
-    figure.get_layout_engine().set(w_pad=0.08, h_pad=0.06)
+    figure = Figure(figsize=(6.4, 3.4), layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.06))
     axes = figure.add_subplot()
     axes.set_xlabel("tokens")
     axes.xaxis.set_major_locator(MaxNLocator(6))
@@ -108,7 +107,8 @@ def _finish(figure: Any, axes: Any, history: History) -> Any:
 def mark_phases(axes: Any, changes: Iterable[PhaseChange]) -> None:
     """A vertical line where a phase begins, with the name of that phase."""
     for change in changes:
-        axes.axvline(change.tokens, color=GREY, linewidth=1.0, linestyle=(0, (2, 2)), zorder=1, gid=PHASE_MARK)
+        mark = f"phase-{change.after}-{change.step}"
+        axes.axvline(change.tokens, color=GREY, linewidth=1.0, linestyle=(0, (2, 2)), zorder=1, gid=mark)
         axes.annotate(
             f" {change.after}",
             (change.tokens, 1.0),

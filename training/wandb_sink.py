@@ -56,7 +56,7 @@ class WandbSink:
         self._records = 0
         self._enabled = mode != "off"
         self._lock = threading.Lock()
-        self._jobs: queue.Queue[Callable[[], None]] = queue.Queue(maxsize=QUEUE_SIZE)
+        self._jobs: queue.Queue[tuple[Callable[[], None], threading.Event]] = queue.Queue(maxsize=QUEUE_SIZE)
         if not self._enabled:
             return
         if mode == "online" and not has_login():
@@ -77,7 +77,7 @@ class WandbSink:
             return
         record = {**values, "train/tokens": consumed_tokens, "train/step": step}
         try:
-            self._jobs.put_nowait(lambda: self._log(record))
+            self._jobs.put_nowait((lambda: self._log(record), threading.Event()))
         except queue.Full:
             self._disable(f"it takes no records; {QUEUE_SIZE} are waiting")
 
@@ -127,15 +127,8 @@ class WandbSink:
         """Run a job on the thread, after those queued; False if it has not ended in time."""
         deadline = time.monotonic() + timeout_s
         done = threading.Event()
-
-        def run() -> None:
-            try:
-                job()
-            finally:
-                done.set()
-
         try:
-            self._jobs.put(run, timeout=timeout_s)
+            self._jobs.put((job, done), timeout=timeout_s)
         except queue.Full:
             return False
         while self._thread.is_alive():  # it ends at the first failure, which it has reported
@@ -147,11 +140,13 @@ class WandbSink:
 
     def _work(self) -> None:
         while self._enabled:
-            job = self._jobs.get()
+            job, done = self._jobs.get()
             try:
                 job()
             except Exception as err:  # whatever wandb raises, of any version: it must not end the training
                 self._disable(f"{type(err).__name__}: {err}")
+            finally:
+                done.set()
 
     def _disable(self, reason: str) -> None:
         with self._lock:
