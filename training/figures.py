@@ -83,6 +83,14 @@ def thin(points: Sequence[Point], max_points: int = MAX_POINTS) -> list[Point]:
     return kept
 
 
+def tick_text(tokens: float, _position: int | None = None) -> str:
+    """Tokens as on the console, without zeros that say nothing: 1.5M, 300K."""
+    text = format_count(tokens)
+    number = text.rstrip("KMBT")
+    short = number.rstrip("0").rstrip(".") if "." in number else number
+    return short + text[len(number) :]
+
+
 def _new_axes(history: History) -> tuple[Any, Any]:
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -92,7 +100,7 @@ def _new_axes(history: History) -> tuple[Any, Any]:
     axes = figure.add_subplot()
     axes.set_xlabel("tokens")
     axes.xaxis.set_major_locator(MaxNLocator(6))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: re.sub(r"\.0+(?=[KMBT]$)", "", format_count(x))))
+    axes.xaxis.set_major_formatter(FuncFormatter(tick_text))
     return figure, axes
 
 

@@ -88,7 +88,7 @@ def test_on_a_terminal_one_live_line(monkeypatch, columns, has_bar):
     line.close()  # twice does no harm
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue()).strip().splitlines()[-1].strip()
     assert text.endswith(
-        " 50% step 100/200  warmup  12.3M tokens  lm loss 2.3457  KL 0.1235  5.00K tokens/s  1m 20s left"
+        "50% step 100/200  warmup  12.3M tokens  lm loss 2.3457  KL 0.1235  5.00K tokens/s  1m 20s left"
     )
     assert ("━" in text) == has_bar
 

@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 from msa_pretrain.scripts.report import main
-from msa_pretrain.training.figures import build_plots, thin
+from msa_pretrain.training.figures import build_plots, thin, tick_text
 from msa_pretrain.training.report import write_report
 from msa_pretrain.training.sinks import JsonlSink
 from msa_pretrain.training.summary import History
@@ -126,6 +126,10 @@ def test_thinning_keeps_the_ends_and_every_spike():
     assert len(kept) <= 600 and kept == sorted(kept)
     assert {(7_777, 50.0), (123, -3.0), points[0]} <= set(kept)
     assert thin(points[:600], 600) == points[:600]
+
+
+def test_tick_texts():
+    assert [tick_text(x) for x in (0, 100, 1.5e6, 3e6, 300e3, 12.3e9)] == ["0", "100", "1.5M", "3M", "300K", "12.3B"]
 
 
 def test_a_bare_run_still_gets_a_page(tmp_path):
