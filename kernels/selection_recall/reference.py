@@ -44,7 +44,7 @@ def support_sums(teacher: Tensor, student: Tensor, log_student: Tensor, support:
     entropy_of_teacher = -torch.special.xlogy(teacher, teacher).sum(dim=2)
     return {
         "kl": -entropy_of_teacher - (teacher * log_student).sum(dim=2),
-        "kl_uniform": support.sum(dim=2).to(teacher.dtype).log() - entropy_of_teacher,
+        "kl_uniform": support.sum(dim=2).clamp(min=1).to(teacher.dtype).log() - entropy_of_teacher,
         "entropy": -(student * log_student).sum(dim=2),
         "local_fraction": (student * local).sum(dim=2),
     }
@@ -84,7 +84,7 @@ def selection_quality_reference(
             mask = kept if support == "kept" else visible.expand_as(kept)
             # [g, n/g, rows, keys]
             scores = grouped_scores(query[chosen].double(), key[keys].double(), softmax_scale)
-            teacher = masked_softmax(scores, mask[:, None])[0].mean(dim=1)
+            teacher = masked_softmax(scores, mask[:, None])[0].mean(dim=1) * mask
             index_scores = index_query[chosen].double().transpose(0, 1) @ index_key[keys].double().T
             index_scores = index_scores / math.sqrt(index_query.shape[2])
             log_student = (index_scores + mask_floor(mask, torch.float64)).log_softmax(dim=2) * mask
