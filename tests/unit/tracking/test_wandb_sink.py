@@ -183,10 +183,10 @@ def test_a_failing_start_costs_one_warning(tmp_path, fake, warnings, error):
 
 
 def test_a_start_that_hangs_is_given_up(tmp_path, fake, warnings):
-    fake(FakeRun(), wait_s=2.0)
+    fake(FakeRun(), wait_s=10.0)
     start = time.monotonic()
     took = train(tmp_path, WandbSink("offline", "p", "n", tmp_path, {}, None, init_timeout_s=0.2))
-    assert took < 0.2 and time.monotonic() - start < 1.5
+    assert took < 5 and time.monotonic() - start < 8
     assert len(warnings()) == 1 and "it did not start within 0.2 s" in warnings()[0]
 
 
@@ -197,10 +197,10 @@ def test_a_failing_log_costs_one_warning(tmp_path, fake, warnings):
 
 
 def test_a_finish_that_hangs_is_given_up(tmp_path, fake, warnings):
-    fake(FakeRun(finish_wait_s=2.0))
+    fake(FakeRun(finish_wait_s=10.0))
     start = time.monotonic()
     train(tmp_path, WandbSink("offline", "p", "n", tmp_path, {}, "abcd1234", finish_timeout_s=0.2))
-    assert time.monotonic() - start < 1.5
+    assert time.monotonic() - start < 8
     (text,) = warnings()
     assert "it did not finish within 0.2 s" in text and "/wandb/*run-*-abcd1234 may help" in text
 
@@ -208,9 +208,9 @@ def test_a_finish_that_hangs_is_given_up(tmp_path, fake, warnings):
 def test_a_backlog_is_given_up(tmp_path, fake, warnings, monkeypatch):
     monkeypatch.setattr("msa_pretrain.training.wandb_sink.QUEUE_SIZE", 3)
     stuck, run = threading.Event(), FakeRun()
-    run.log = lambda record: stuck.wait(5)
+    run.log = lambda record: stuck.wait(10)
     fake(run)
-    assert train(tmp_path, WandbSink("offline", "p", "n", tmp_path, {}, None), steps=20) < 1
+    assert train(tmp_path, WandbSink("offline", "p", "n", tmp_path, {}, None), steps=20) < 5
     stuck.set()
     assert len(warnings()) == 1 and "it takes no records; 3 are waiting" in warnings()[0]
 

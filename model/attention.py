@@ -1,0 +1,168 @@
+"""GQA attention with the index branch beside it, on Megatron's parallel linear layers (spec sections 2-4)."""
+
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from ..kernels import (
+    dense_attention,
+    dense_indexer_kl,
+    select_blocks,
+    selection_quality,
+    sparse_attention,
+    sparse_indexer_kl,
+)
+from .config import ModelSpec, Phase, QKNorm
+from .context import AttentionContext
+from .indexer import Indexer
+from .norm import RMSNorm
+from .rope import apply_rotation
+
+
+class AttachLoss(torch.autograd.Function):
+    """Identity on `output` whose backward starts `loss` with gradient 1: the loss rides on the layer's own graph.
+
+    Megatron's per-token mode sums gradients over micro-batches and divides them once by the LM tokens, so 1 is right in
+    every layout and no hook in the schedules is needed.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, loss: Tensor) -> Tensor:
+        ctx.save_for_backward(loss)
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        (loss,) = ctx.saved_tensors
+        return grad_output, torch.ones_like(loss)
+
+
+class MSAAttention(MegatronModule):
+    """QKV -> QK norm -> partial RoPE -> {dense | warm-up | sparse} attention -> output projection.
+
+    Megatron's layout [t, 1, h] is converted here to the kernels' packed [t, heads, dim] and nowhere else. The phase comes
+    with each micro-batch (`AttentionContext`); a layer without index branch attends densely in every phase.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        spec: ModelSpec,
+        pg_collection: ProcessGroupCollection,
+        cp_comm_type: str | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        model = spec.model
+        self.spec, self.layer = spec, layer_number - 1
+        self.num_heads, self.num_groups, self.head_dim = model.num_query_heads, model.num_kv_heads, model.head_dim
+        linear: dict[str, Any] = dict(
+            config=config, init_method=config.init_method, bias=False, is_expert=False, tp_group=pg_collection.tp
+        )
+        width = (self.num_heads + 2 * self.num_groups) * self.head_dim
+        self.linear_qkv = ColumnParallelLinear(
+            model.hidden_size, width, gather_output=False, skip_bias_add=False, **linear
+        )
+        self.linear_proj = RowParallelLinear(
+            self.num_heads * self.head_dim, model.hidden_size, input_is_parallel=True, skip_bias_add=True, **linear
+        )
+        self.query_norm = self._head_norm(self.num_heads)
+        self.key_norm = self._head_norm(self.num_groups)
+        self.indexer = Indexer(config, spec) if spec.is_msa(self.layer) else None
+
+    def _head_norm(self, num_heads: int) -> nn.Module:
+        kind, eps = self.spec.model.qk_norm, self.spec.model.norm_eps
+        if kind is QKNorm.none:
+            return nn.Identity()
+        return RMSNorm(self.config, self.head_dim * (num_heads if kind is QKNorm.full_vector else 1), eps)
+
+    def forward(
+        self, hidden_states: Tensor, *, packed_seq_params: AttentionContext, **unused: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """hidden_states [t, 1, h], the output of the layer's input norm -> (output [t, 1, h], no bias)."""
+        context = packed_seq_params
+        query, key, value = self._project(hidden_states, context)
+        if self.indexer is None:
+            output, _ = dense_attention(query, key, value, context.segments, backend=self._backend)
+        elif context.phase is Phase.dense:
+            raise ValueError("a model with index branches has no dense phase; use warmup or sparse.")
+        else:
+            index_query, index_key = self.indexer(hidden_states.squeeze(1), context.cos, context.sin)
+            output = self._attend(query, key, value, index_query, index_key, context)
+        return self.linear_proj(output.flatten(1)[:, None])
+
+    @property
+    def _backend(self) -> str:
+        return self.spec.attention.backend.name
+
+    def _project(self, hidden_states: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor, Tensor]:
+        """query [t, n, d], key [t, g, d], value [t, g, d], normed and rotated."""
+        mixed, _ = self.linear_qkv(hidden_states)
+        # [t, g, (n/g + 2) d]: each group's query heads, then its key, then its value
+        mixed = mixed.squeeze(1).unflatten(-1, (self.num_groups, -1))
+        sizes = [self.num_heads // self.num_groups * self.head_dim, self.head_dim, self.head_dim]
+        query, key, value = mixed.split(sizes, dim=-1)
+        query = self._normed(self.query_norm, query.reshape(-1, self.num_heads, self.head_dim))
+        key = self._normed(self.key_norm, key)
+        return (
+            apply_rotation(query, context.cos, context.sin),
+            apply_rotation(key, context.cos, context.sin),
+            value,
+        )
+
+    def _normed(self, norm: nn.Module, heads: Tensor) -> Tensor:
+        if self.spec.model.qk_norm is QKNorm.full_vector:
+            return norm(heads.flatten(1)).view(heads.shape)
+        return norm(heads)
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, index_query: Tensor, index_key: Tensor, context: AttentionContext
+    ) -> Tensor:
+        """Attention of the context's phase [t, n, d] with the layer's KL attached."""
+        attention, segments, backend = self.spec.attention, context.segments, self._backend
+        warmup = context.phase is Phase.warmup
+        # once under full recompute, whose first pass runs without gradients
+        counted = torch.is_grad_enabled() or not self.training
+        measurements = context.measurements if counted else None
+        measure_quality = measurements is not None and context.quality_rows is not None
+        if not warmup or measure_quality:
+            with torch.no_grad():
+                block_indices, _ = select_blocks(
+                    index_query,
+                    index_key,
+                    segments,
+                    block_size=attention.block_size,
+                    num_selected_blocks=attention.top_k,
+                    init_blocks=attention.init_blocks,
+                    backend=backend,
+                )
+        if warmup:
+            output, lse = dense_attention(query, key, value, segments, backend=backend)
+            kl = dense_indexer_kl(index_query, index_key, query, key, lse, segments, backend=backend)
+        else:
+            sparse = dict(block_size=attention.block_size, backend=backend)
+            output, lse = sparse_attention(query, key, value, block_indices, segments, **sparse)
+            kl = sparse_indexer_kl(index_query, index_key, query, key, lse, block_indices, segments, **sparse)
+        if measurements is not None:
+            measurements.add_kl(self.layer, kl.detach().double().sum())
+        if measurements is not None and context.quality_rows is not None:
+            quality = selection_quality(
+                query,
+                key,
+                index_query,
+                index_key,
+                block_indices,
+                segments,
+                context.quality_rows,
+                block_size=attention.block_size,
+                support="full" if warmup else "kept",
+            )
+            measurements.add_quality(self.layer, quality)
+        if self.training and torch.is_grad_enabled():
+            output = AttachLoss.apply(output, kl.sum() * context.kl_weight)
+        return output

@@ -1,0 +1,128 @@
+"""What a model is made of: typed configs without defaults for anything that must be chosen.
+
+Dimension legend of the whole project: `s` sequence, `b` micro-batch, `t` packed tokens, `h` hidden, `n` query heads,
+`g` KV heads = GQA groups, `d` head dim, `i` index head dim, `e` experts, `k` top-k, `f` expert FFN, `m` KV blocks,
+`l` block length, `v` vocabulary.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+# Enum members are spelled as in YAML and on the command line; OmegaConf lists them when a value is wrong.
+QKNorm = Enum("QKNorm", ["none", "per_head", "full_vector"])
+LayerBackend = Enum("LayerBackend", ["torch", "transformer_engine"])
+AttentionKind = Enum("AttentionKind", ["msa", "dense"])
+AttentionBackend = Enum("AttentionBackend", ["reference", "triton"])
+Dispatcher = Enum("Dispatcher", ["allgather", "alltoall"])
+Recompute = Enum("Recompute", ["none", "selective", "full"])
+Precision = Enum("Precision", ["fp32", "bf16"])
+Phase = Enum("Phase", ["dense", "warmup", "sparse"])
+
+
+@dataclass(kw_only=True)
+class ModelConfig:
+    """The backbone's shape."""
+
+    num_layers: int
+    hidden_size: int
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    """Leading channels of each head that RoPE rotates (even, at most head_dim and index_dim)."""
+    rope_theta: float
+    vocab_size: int
+    """Rows of the embedding and of the head; at least the tokenizer's size."""
+    qk_norm: QKNorm
+    """`per_head`: one weight [d] (MiniMax-M3, Qwen3); `full_vector`: RMS over all heads (MiniMax-M2)."""
+    norm_eps: float
+    tie_embeddings: bool
+    backend: LayerBackend
+    """Where norms and GEMMs come from."""
+    init_std: float = 0.02
+
+
+@dataclass(kw_only=True)
+class AttentionConfig:
+    """MSA (spec sections 1-4)."""
+
+    kind: AttentionKind
+    """`msa`, or `dense` for the GQA baseline and for checkpoints that will be converted."""
+    block_size: int = 128
+    """Tokens of a KV block, l."""
+    top_k: int = 16
+    """KV blocks kept for each query and group, the local one included, k."""
+    index_dim: int = 128
+    """Channels of an index head, i."""
+    init_blocks: int = 0
+    """First blocks of a document that are always kept."""
+    index_norm: bool = True
+    """RMS norm on the index heads."""
+    index_rope: bool = True
+    """The main branch's partial RoPE on the index heads."""
+    detach: bool = True
+    """Stop the index branch's gradient at its input (paper eq. 11). Off only in ablations: it then reaches the backbone."""
+    backend: AttentionBackend
+    full_layers: list[int] = field(default_factory=list)
+    """Layers (0-based) with dense attention for ever and no index branch."""
+
+
+@dataclass(kw_only=True)
+class MoEConfig:
+    """Mixture of experts with a sigmoid gate and a selection bias."""
+
+    num_experts: int
+    top_k: int
+    expert_hidden_size: int
+    shared_hidden_size: int = 0
+    """Hidden size of the shared expert; 0 means none."""
+    routed_scaling: float = 1.0
+    """Factor on the routed experts' sum (2.0 in MiniMax-M3)."""
+    bias_update_rate: float = 1e-3
+    """Step of the expert bias towards balance after each optimizer step; 0 freezes it."""
+    dense_mlp_layers: list[int] = field(default_factory=list)
+    """Layers (0-based) with a plain MLP."""
+    dense_hidden_size: int = 0
+    """Hidden size of those layers' MLP."""
+
+
+@dataclass(kw_only=True)
+class ParallelConfig:
+    """Megatron's parallel sizes; data parallelism takes the rest of the world."""
+
+    tensor: int = 1
+    sequence: bool = False
+    pipeline: int = 1
+    virtual_pipeline: int = 1
+    """Model chunks per pipeline stage (interleaved schedule); 1 means none."""
+    context: int = 1
+    expert: int = 1
+    dispatcher: Dispatcher = Dispatcher.alltoall
+
+
+@dataclass(kw_only=True)
+class ModelSpec:
+    """All that decides the model and its sharding; what `model` functions take."""
+
+    model: ModelConfig
+    attention: AttentionConfig
+    moe: MoEConfig
+    parallel: ParallelConfig
+    precision: Precision
+    recompute: Recompute
+    seed: int
+
+    def is_msa(self, layer: int) -> bool:
+        """Whether 0-based `layer` has an index branch."""
+        return self.attention.kind is AttentionKind.msa and layer not in self.attention.full_layers
+
+    def is_moe(self, layer: int) -> bool:
+        return layer not in self.moe.dense_mlp_layers
+
+    @property
+    def msa_layers(self) -> list[int]:
+        return [layer for layer in range(self.model.num_layers) if self.is_msa(layer)]
+
+    @property
+    def moe_layers(self) -> list[int]:
+        return [layer for layer in range(self.model.num_layers) if self.is_moe(layer)]

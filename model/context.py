@@ -1,0 +1,52 @@
+"""What one micro-batch tells every attention layer.
+
+It travels as Megatron's `packed_seq_params`, so a recomputed layer sees the very object of its own forward pass: no
+state outlives a micro-batch, and two micro-batches in flight cannot read each other's phase or selection.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from ..kernels import Segments, SelectionQuality
+from .config import ModelSpec, Phase
+from .rope import rotation
+
+
+@dataclass
+class Measurements:
+    """Sums over the micro-batches of one step on this rank, by 0-based global layer."""
+
+    kl: dict[int, Tensor] = field(default_factory=dict)
+    """Sum of the row KL over valid rows and groups, fp64 scalar."""
+    quality: dict[int, SelectionQuality] = field(default_factory=dict)
+
+    def add_kl(self, layer: int, kl_sum: Tensor) -> None:
+        self.kl[layer] = self.kl.get(layer, torch.zeros_like(kl_sum)) + kl_sum
+
+    def add_quality(self, layer: int, quality: SelectionQuality) -> None:
+        self.quality[layer] = self.quality[layer] + quality if layer in self.quality else quality
+
+
+@dataclass
+class AttentionContext(PackedSeqParams):
+    """One packed micro-batch [t, 1, h]: its documents, rotary tables, phase and the weight of its KL rows."""
+
+    segments: Segments = Segments.from_cu_seqlens([0])
+    cos: Tensor = torch.empty(0)
+    sin: Tensor = torch.empty(0)
+    phase: Phase = Phase.dense
+    kl_weight: float = 0.0
+    """Factor on each (row, group) KL: lambda x LM tokens / (valid rows x groups), as Megatron divides by LM tokens."""
+    measurements: Measurements | None = None
+    """Where KL and selection quality are summed; None: nothing is measured."""
+    quality_rows: Tensor | None = None
+    """int64 [rows]: query rows whose selection is compared with the main branch's mass; None: none."""
+
+    @classmethod
+    def build(cls, spec: ModelSpec, segments: Segments, positions: Tensor, phase: Phase, **values) -> "AttentionContext":
+        """Args: positions, int64 [t], restart at each document. Other values are fields of this class."""
+        cos, sin = rotation(positions, spec.model.rotary_dim, spec.model.rope_theta)
+        return cls(segments=segments, cos=cos, sin=sin, phase=phase, **values)

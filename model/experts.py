@@ -1,0 +1,62 @@
+"""All local experts as three-dimensional weights and one grouped GEMM, without a host loop over experts."""
+
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class GroupedExperts(MegatronModule):
+    """SwiGLU experts y = down(silu(gate(x)) * up(x)) on tokens sorted by expert.
+
+    Weights: `gate_up_proj` [local experts, 2f, h] with the gate's rows first, `down_proj` [local experts, h, f].
+    """
+
+    def __init__(
+        self, num_local_experts: int, config: TransformerConfig, pg_collection: ProcessGroupCollection
+    ) -> None:
+        super().__init__(config=config)
+        self.num_local_experts = num_local_experts
+        self.ep_group, self.expert_dp_group = pg_collection.ep, pg_collection.expt_dp
+        size, ffn, dtype = config.hidden_size, config.moe_ffn_hidden_size, config.params_dtype
+        self.gate_up_proj = nn.Parameter(torch.empty(num_local_experts, 2 * ffn, size, dtype=dtype))
+        self.down_proj = nn.Parameter(torch.empty(num_local_experts, size, ffn, dtype=dtype))
+        for parameter in self.parameters():
+            # in every layout, or Megatron sorts the experts of EP=1 into the dense buffers: their checkpoint would not
+            # load under EP=2, and under tensor parallelism the copies would drift apart
+            parameter.allreduce = False  # type: ignore[attr-defined]
+
+    def forward(self, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
+        """tokens [t, h] sorted by local expert, tokens_per_expert int [local experts], probs [t] -> [t, h]."""
+        # [t, 2f]
+        gate, up = self._grouped_mm(tokens, self.gate_up_proj, tokens_per_expert).chunk(2, dim=-1)
+        # [t, f]
+        hidden = (F.silu(gate) * up * probs[:, None]).to(tokens.dtype)
+        return self._grouped_mm(hidden, self.down_proj, tokens_per_expert), None
+
+    def _grouped_mm(self, tokens: Tensor, weights: Tensor, tokens_per_expert: Tensor) -> Tensor:
+        if tokens.shape[0] == 0:  # grouped_mm refuses an empty input; the weights still get their zero gradient
+            return tokens @ weights[0].t()
+        ends = tokens_per_expert.to(tokens.device).cumsum(0).to(torch.int32)
+        return F.grouped_mm(tokens, weights.transpose(-2, -1), offs=ends)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        """Axis 0 of each weight is the global expert id, sharded over the expert-parallel group."""
+        shift = len(sharded_offsets)
+        return {
+            f"{prefix}{name}": ShardedTensor.from_rank_offsets(
+                f"{prefix}{name}",
+                parameter,
+                *sharded_offsets,
+                (shift, self.ep_group.rank(), self.ep_group.size()),
+                prepend_axis_num=shift,
+                replica_id=(0, 0, self.expert_dp_group.rank()),
+            )
+            for name, parameter in self.named_parameters()
+        }
+
+    def backward_dw(self) -> None:
+        """Megatron's hook for delayed weight gradients, which grouped_mm does not split off."""

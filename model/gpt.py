@@ -1,0 +1,48 @@
+"""The model of this rank: Megatron's GPTModel around our layers, one per virtual pipeline stage."""
+
+from collections.abc import Iterator
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from torch import nn
+
+from .config import ModelSpec
+from .init import initialize
+from .layer_spec import block_spec
+from .mcore import transformer_config
+from .router import SigmoidRouter
+
+
+def build_model(spec: ModelSpec, seq_length: int) -> list[GPTModel]:
+    """This rank's model chunks with their initial weights, on its device."""
+    config = transformer_config(spec)
+    chunks = []
+    for stage in range(spec.parallel.virtual_pipeline):
+        vp_stage = stage if spec.parallel.virtual_pipeline > 1 else None
+        where = dict(ignore_virtual=False, vp_stage=vp_stage)
+        model = GPTModel(
+            config,
+            block_spec(spec, config, vp_stage),
+            vocab_size=spec.model.vocab_size,
+            max_sequence_length=seq_length,
+            # rotary tables are made from positions, in the attention module
+            position_embedding_type="none",
+            share_embeddings_and_output_weights=spec.model.tie_embeddings,
+            pre_process=parallel_state.is_pipeline_first_stage(**where),
+            post_process=parallel_state.is_pipeline_last_stage(**where),
+            vp_stage=vp_stage,
+        )
+        initialize(model, spec)
+        if torch.cuda.is_available():
+            model.cuda()
+        chunks.append(model)
+    return chunks
+
+
+def routers(chunks: list[nn.Module]) -> Iterator[tuple[int, SigmoidRouter]]:
+    """(0-based global layer, router) of every MoE layer on this rank."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, SigmoidRouter):
+                yield module.layer_number - 1, module

@@ -1,0 +1,85 @@
+"""Parameter counts by arithmetic: what a dry run prints, and what a built model is checked against."""
+
+from dataclasses import dataclass
+
+from .config import ModelSpec, QKNorm
+
+
+@dataclass(frozen=True)
+class ParameterCounts:
+    """Parameters of the whole model by part. `active` parts are those that one token goes through."""
+
+    embedding: int
+    head: int
+    """0 when tied to the embedding."""
+    attention: int
+    index: int
+    router: int
+    experts: int
+    active_experts: int
+    """Shared experts included, in both."""
+    dense_mlp: int
+    norms: int
+    """Layer norms and the final one; those of heads belong to their branch."""
+
+    @property
+    def backbone(self) -> int:
+        """All but the index branch: the size that is quoted for a model."""
+        return (
+            self.embedding
+            + self.head
+            + self.attention
+            + self.router
+            + self.experts
+            + self.dense_mlp
+            + self.norms
+        )
+
+    @property
+    def total(self) -> int:
+        return self.backbone + self.index
+
+    @property
+    def active_outside_embeddings(self) -> int:
+        """What one token goes through, without embedding, head and index branch."""
+        return self.attention + self.router + self.active_experts + self.dense_mlp + self.norms
+
+
+def count_parameters(spec: ModelSpec) -> ParameterCounts:
+    model, moe = spec.model, spec.moe
+    size, moe_layers = model.hidden_size, len(spec.moe_layers)
+    expert = 3 * size * moe.expert_hidden_size
+    shared = 3 * size * moe.shared_hidden_size
+    return ParameterCounts(
+        embedding=model.vocab_size * size,
+        head=0 if model.tie_embeddings else model.vocab_size * size,
+        attention=model.num_layers * attention_parameters(spec),
+        index=len(spec.msa_layers) * index_parameters(spec),
+        router=moe_layers * moe.num_experts * size,
+        experts=moe_layers * (moe.num_experts * expert + shared),
+        active_experts=moe_layers * (moe.top_k * expert + shared),
+        dense_mlp=(model.num_layers - moe_layers) * 3 * size * moe.dense_hidden_size,
+        norms=(2 * model.num_layers + 1) * size,
+    )
+
+
+def attention_parameters(spec: ModelSpec) -> int:
+    """QKV and output projections and the QK norms of one layer."""
+    model = spec.model
+    heads, kv_heads = model.num_query_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    norms = {QKNorm.none: 0, QKNorm.per_head: 2 * model.head_dim, QKNorm.full_vector: heads + kv_heads}
+    return model.hidden_size * (2 * heads + 2 * kv_heads) + norms[model.qk_norm]
+
+
+def index_parameters(spec: ModelSpec) -> int:
+    """One index query head per KV group, one index key head, two norms."""
+    model, attention = spec.model, spec.attention
+    norms = 2 * attention.index_dim if attention.index_norm else 0
+    return model.hidden_size * (model.num_kv_heads + 1) * attention.index_dim + norms
+
+
+def active_matmul_parameters(spec: ModelSpec) -> int:
+    """Weights that multiply each token: active ones with the head and the index branch, without embedding and norms."""
+    counts = count_parameters(spec)
+    head = spec.model.vocab_size * spec.model.hidden_size
+    return counts.active_outside_embeddings - counts.norms + head + counts.index

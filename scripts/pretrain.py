@@ -1,0 +1,43 @@
+"""Pretrain a model: `python -m msa_pretrain.scripts.pretrain experiment=cpu_smoke`, or the same under torchrun.
+
+`dry_run=true` checks the config, prints what it resolves to and exits; no GPU, no data and no process group needed.
+"""
+
+import os
+import sys
+
+import hydra
+from omegaconf import DictConfig
+
+from msa_pretrain.training.config import ConfigError, check_overrides, load_config
+
+
+@hydra.main(version_base="1.3", config_path="../configs", config_name="pretrain")
+def run(cfg: DictConfig) -> None:
+    """Everything after Hydra has composed the config."""
+    dry_run = bool(cfg.get("dry_run"))
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    try:
+        config = load_config(cfg, world_size=None if dry_run else world_size)
+    except ConfigError as err:
+        sys.exit(str(err))  # Hydra would print a traceback around it
+    if dry_run:
+        from msa_pretrain.training.dry_run import report, smallest_world
+
+        print(report(config, max(world_size, smallest_world(config))))
+        return
+    from msa_pretrain.training.launch import train  # imports Megatron, which takes seconds
+
+    train(config, overrides=[argument for argument in sys.argv[1:] if "=" in argument])
+
+
+def main() -> None:
+    try:
+        check_overrides(sys.argv[1:])
+        run()
+    except ConfigError as err:
+        sys.exit(str(err))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""Checkpoints of a run: `checkpoints/step_<n>/`, complete or absent, loadable under another layout.
+
+Written by Megatron's dist_checkpointing under a temporary name and renamed when every rank is done; `latest` (a text file
+with the folder's name) is written last. The files are pickle inside: load only what you trust.
+"""
+
+import os
+import shutil
+import warnings
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing import ShardedObject
+from megatron.core.dist_checkpointing.validation import StrictHandling
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import ChainedOptimizer
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+# Both are explicit because Megatron's defaults are wrong here: layers would be stacked into one tensor, which layers of
+# different kinds cannot be, and the default sharding type of the optimizer is refused by 0.16.
+MODEL_METADATA = {"non_homogeneous_layers": True}
+OPTIMIZER_METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+FILES_OF_A_COMPLETE_CHECKPOINT = ("common.pt", "metadata.json", ".metadata")
+RNG_KEY = "rng_state"
+
+
+@dataclass
+class TrainState:
+    """The run's counters; with the weights and the optimizer, all that a step depends on."""
+
+    step: int = 0
+    consumed_tokens: int = 0
+    """Positions fed, padding included; phase and learning rate follow from it."""
+    consumed_samples: int = 0
+    skipped_steps: int = 0
+
+
+@dataclass(frozen=True)
+class Loaded:
+    state: TrainState
+    wandb_run_id: str | None
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be loaded into this run; the message names what differs."""
+
+
+def save_checkpoint(
+    folder: Path,
+    chunks: list[DistributedDataParallel],
+    optimizer: ChainedOptimizer,
+    state: TrainState,
+    *,
+    phase: str,
+    config_yaml: str,
+    wandb_run_id: str | None,
+    keep_last: int,
+) -> Path:
+    """Write `folder`/step_<n>; returns it. `config_yaml` must be free of secrets."""
+    final = folder / f"step_{state.step}"
+    unfinished = folder / f"step_{state.step}.tmp"
+    if _is_first():
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+    dist.barrier()
+    model = _model_state(chunks)
+    content = {
+        **model,
+        "optimizer": optimizer.sharded_state_dict(model, metadata=OPTIMIZER_METADATA),
+        RNG_KEY: _rng_state(),
+        # plain types only: Megatron saves others and then refuses to load them
+        "run": {
+            **asdict(state),
+            "phase": phase,
+            "config": config_yaml,
+            "wandb_run_id": wandb_run_id or "",
+            "layout": list(_layout()),
+        },
+    }
+    dist_checkpointing.save(content, str(unfinished))
+    dist.barrier()
+    if _is_first():
+        shutil.rmtree(final, ignore_errors=True)
+        for path in unfinished.iterdir():
+            _sync(path)
+        os.replace(unfinished, final)
+        _sync(folder)
+        _write_latest(folder, final.name)
+        for old in _complete(folder)[keep_last:]:
+            shutil.rmtree(old)
+    dist.barrier()
+    return final
+
+
+def find_checkpoint(folder: Path) -> Path | None:
+    """The newest complete checkpoint in `folder`; one that is torn is passed over with a warning."""
+    newest = next(iter(_complete(folder)), None)
+    latest = folder / "latest"
+    if latest.is_file() and (newest is None or latest.read_text().strip() != newest.name):
+        named = latest.read_text().strip()
+        instead = f"continuing from {newest.name}" if newest else "starting anew"
+        warnings.warn(f"{folder / named} is not a complete checkpoint; {instead}.", stacklevel=2)
+    return newest
+
+
+def load_checkpoint(path: Path, chunks: list[DistributedDataParallel], optimizer: ChainedOptimizer) -> Loaded:
+    """Fill model and optimizer from `path`, whatever layout wrote it. Raises CheckpointError when keys differ."""
+    run = dist_checkpointing.load_common_state_dict(str(path))["run"]
+    model = _model_state(chunks)
+    content = {**model, "optimizer": optimizer.sharded_state_dict(model, is_loading=True, metadata=OPTIMIZER_METADATA)}
+    same_layout = tuple(run["layout"]) == _layout()
+    if same_layout:
+        content[RNG_KEY] = _rng_state()
+    loaded, missing, unexpected = dist_checkpointing.load(content, str(path), strict=StrictHandling.RETURN_ALL)
+    missing = {key for key in missing if not key.startswith(RNG_KEY)}
+    if missing or unexpected:
+        raise CheckpointError(
+            f"{path} does not fit the model: the checkpoint has {sorted(missing)[:5]} that the model lacks, and lacks "
+            f"{sorted(unexpected)[:5]}. Use the model, attention and moe settings of its config."
+        )
+    optimizer.load_state_dict(loaded["optimizer"])
+    for order, chunk in enumerate(chunks):
+        # a stage may share Megatron's extra state keys only; every weight was checked above
+        chunk.module.load_state_dict(_plain(loaded[f"model{order}"]), strict=True)
+    if same_layout:
+        _set_rng_state(loaded[RNG_KEY])
+    else:
+        warnings.warn(
+            f"{path} was written under another layout {tuple(run['layout'])}; random states start from the seed.",
+            stacklevel=2,
+        )
+    fields = TrainState.__dataclass_fields__
+    return Loaded(
+        state=TrainState(**{key: run[key] for key in fields}), wandb_run_id=run["wandb_run_id"] or None
+    )
+
+
+def _model_state(chunks: list[DistributedDataParallel]) -> dict[str, Any]:
+    return {
+        f"model{order}": chunk.module.sharded_state_dict(prefix="model.", metadata=dict(MODEL_METADATA))
+        for order, chunk in enumerate(chunks)
+    }
+
+
+def _plain(state: dict[str, Any]) -> dict[str, Any]:
+    return {key.removeprefix("model."): value for key, value in state.items()}
+
+
+def _layout() -> tuple[int, int]:
+    """(pipeline size, data-parallel size): what the random states are kept by."""
+    return parallel_state.get_pipeline_model_parallel_world_size(), parallel_state.get_data_parallel_world_size()
+
+
+def _rng_state() -> ShardedObject:
+    """This rank's random states. Every rank has its own: none is a replica of another."""
+    data = {"cpu": torch.get_rng_state(), "tracker": dict(get_cuda_rng_tracker().get_states())}
+    if torch.cuda.is_available():
+        data["cuda"] = torch.cuda.get_rng_state()
+    where = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_data_parallel_rank()
+    return ShardedObject(RNG_KEY, data, _layout(), where, replica_id=0)
+
+
+def _set_rng_state(data: dict[str, Any]) -> None:
+    torch.set_rng_state(data["cpu"])
+    get_cuda_rng_tracker().set_states(data["tracker"])
+    if torch.cuda.is_available() and "cuda" in data:
+        torch.cuda.set_rng_state(data["cuda"])
+
+
+def _complete(folder: Path) -> list[Path]:
+    """Complete checkpoints, newest first."""
+    found = [
+        path
+        for path in folder.glob("step_*")
+        if path.name.removeprefix("step_").isdigit()
+        and all((path / name).is_file() for name in FILES_OF_A_COMPLETE_CHECKPOINT)
+    ]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")), reverse=True)
+
+
+def _write_latest(folder: Path, name: str) -> None:
+    unfinished = folder / "latest.tmp"
+    unfinished.write_text(name + "\n")
+    _sync(unfinished)
+    os.replace(unfinished, folder / "latest")
+    _sync(folder)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def _is_first() -> bool:
+    return dist.get_rank() == 0

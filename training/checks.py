@@ -1,0 +1,294 @@
+"""Checks across config values. Each problem is one sentence of fact with the values and one of remedy."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..model.config import AttentionBackend, AttentionKind, LayerBackend
+
+if TYPE_CHECKING:
+    from .config import TrainConfig
+
+MINIMUMS = {
+    "model.num_layers": 1,
+    "model.hidden_size": 1,
+    "model.num_query_heads": 1,
+    "model.num_kv_heads": 1,
+    "model.head_dim": 1,
+    "model.rotary_dim": 0,
+    "model.rope_theta": 1,
+    "model.vocab_size": 1,
+    "model.init_std": 0,
+    "attention.block_size": 1,
+    "attention.top_k": 1,
+    "attention.index_dim": 1,
+    "attention.init_blocks": 0,
+    "moe.num_experts": 1,
+    "moe.top_k": 1,
+    "moe.expert_hidden_size": 1,
+    "moe.shared_hidden_size": 0,
+    "moe.bias_update_rate": 0,
+    "moe.dense_hidden_size": 0,
+    "parallel.tensor": 1,
+    "parallel.pipeline": 1,
+    "parallel.virtual_pipeline": 1,
+    "parallel.context": 1,
+    "parallel.expert": 1,
+    "training.seq_length": 1,
+    "training.micro_batch_size": 1,
+    "training.global_batch_size": 1,
+    "training.total_tokens": 1,
+    "training.warmup_tokens": 0,
+    "training.kl_coef": 0,
+    "training.seed": 0,
+    "training.num_threads": 1,
+    "training.eval_every": 0,
+    "training.eval_samples": 0,
+    "optim.min_lr": 0,
+    "optim.lr_warmup_tokens": 0,
+    "optim.wsd_decay_tokens": 0,
+    "optim.weight_decay": 0,
+    "optim.indexer_weight_decay": 0,
+    "data.num_workers": 0,
+    "checkpoint.every_steps": 0,
+    "checkpoint.keep_last": 1,
+    "tracking.log_every": 1,
+    "tracking.recall_every": 0,
+    "tracking.recall_rows": 1,
+}
+POSITIVE = (
+    "model.norm_eps",
+    "moe.routed_scaling",
+    "optim.lr",
+    "optim.eps",
+    "optim.clip_norm",
+    "optim.indexer_lr",
+    "optim.indexer_clip_norm",
+)
+
+
+def cross_check(config: TrainConfig, world_size: int | None) -> Iterator[str]:
+    """Every problem of `config`; checks that divide by a size run only once all sizes are sane."""
+    ranges = list(_ranges(config))
+    yield from ranges
+    if ranges:
+        return
+    yield from _model(config)
+    yield from _attention(config)
+    yield from _moe(config)
+    parallel = list(_parallel(config, world_size))
+    yield from parallel
+    yield from _training(config)
+    yield from _optim(config)
+    if world_size is not None and not parallel:
+        yield from _batches(config, world_size)
+    yield from _run(config)
+
+
+def _ranges(config: TrainConfig) -> Iterator[str]:
+    for key, minimum in MINIMUMS.items():
+        if (value := _get(config, key)) < minimum:
+            yield f"{key} ({value}) must be at least {minimum}."
+    for key in POSITIVE:
+        if (value := _get(config, key)) <= 0:
+            yield f"{key} ({value}) must be above 0."
+
+
+def _model(config: TrainConfig) -> Iterator[str]:
+    model = config.model
+    if model.num_query_heads % model.num_kv_heads:
+        yield (
+            f"model.num_kv_heads ({model.num_kv_heads}) must divide model.num_query_heads ({model.num_query_heads}). "
+            f"Use {_choices(_divisors(model.num_query_heads))}."
+        )
+    if model.rotary_dim % 2 or model.rotary_dim > model.head_dim:
+        yield f"model.rotary_dim ({model.rotary_dim}) must be even and at most model.head_dim ({model.head_dim})."
+    if model.backend is not LayerBackend.torch:
+        yield "model.backend (transformer_engine) is not available in this version. Use torch."
+
+
+def _attention(config: TrainConfig) -> Iterator[str]:
+    attention, model = config.attention, config.model
+    yield from _layer_list("attention.full_layers", attention.full_layers, model.num_layers)
+    if attention.init_blocks + 1 > attention.top_k:
+        yield (
+            f"attention.top_k ({attention.top_k}) must hold the local block and attention.init_blocks "
+            f"({attention.init_blocks}). Raise attention.top_k to {attention.init_blocks + 1} or more."
+        )
+    if attention.index_rope and model.rotary_dim > attention.index_dim:
+        yield (
+            f"attention.index_dim ({attention.index_dim}) must be at least model.rotary_dim ({model.rotary_dim}), or "
+            "set attention.index_rope=false."
+        )
+    if attention.backend is not AttentionBackend.reference:
+        yield "attention.backend (triton) is not available in this version. Use reference."
+    if attention.kind is AttentionKind.dense:
+        if attention.full_layers:
+            yield "attention.full_layers has no effect with attention.kind=dense. Leave it empty."
+        if config.training.warmup_tokens:
+            yield (
+                f"training.warmup_tokens ({config.training.warmup_tokens}) has no effect with attention.kind=dense, "
+                "which has no indexer. Set it to 0."
+            )
+    elif not config.spec.msa_layers:
+        yield "attention.full_layers names every layer. Leave one out, or set attention.kind=dense."
+
+
+def _moe(config: TrainConfig) -> Iterator[str]:
+    moe = config.moe
+    yield from _layer_list("moe.dense_mlp_layers", moe.dense_mlp_layers, config.model.num_layers)
+    if moe.top_k > moe.num_experts:
+        yield f"moe.top_k ({moe.top_k}) must be at most moe.num_experts ({moe.num_experts})."
+    if bool(moe.dense_mlp_layers) != bool(moe.dense_hidden_size):
+        yield (
+            f"moe.dense_hidden_size ({moe.dense_hidden_size}) and moe.dense_mlp_layers ({moe.dense_mlp_layers}) go "
+            "together. Set both, or 0 and []."
+        )
+
+
+def _parallel(config: TrainConfig, world_size: int | None) -> Iterator[str]:
+    parallel, layers = config.parallel, config.model.num_layers
+    for key in ("tensor", "context"):
+        if (size := getattr(parallel, key)) > 1:
+            yield f"parallel.{key} ({size}) is not available in this version. Use 1."
+    if parallel.sequence:
+        yield "parallel.sequence has no effect without tensor parallelism. Set it to false."
+    if config.moe.num_experts % parallel.expert:
+        yield (
+            f"parallel.expert ({parallel.expert}) must divide moe.num_experts ({config.moe.num_experts}). "
+            f"Use {_choices(_divisors(config.moe.num_experts))}."
+        )
+    if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
+        yield (
+            f"parallel.virtual_pipeline ({parallel.virtual_pipeline}) needs parallel.pipeline above 1. "
+            "Set parallel.virtual_pipeline=1."
+        )
+    chunks = parallel.pipeline * parallel.virtual_pipeline
+    if not splits_evenly(layers, parallel.pipeline, parallel.virtual_pipeline):
+        yield (
+            f"parallel.pipeline x parallel.virtual_pipeline ({chunks}) must divide model.num_layers ({layers}), or "
+            f"{layers + 2} when the embedding and the loss count as layers. Use {_choices(_pipelines(layers))}."
+        )
+    if world_size is None:
+        return
+    for name, size in (("parallel.pipeline", parallel.pipeline), ("parallel.pipeline x parallel.expert", expert(config))):
+        if world_size % size:
+            yield (
+                f"{name} ({size}) must divide the number of processes ({world_size}). Use a product out of "
+                f"{_choices(_divisors(world_size))}, or start another number of processes."
+            )
+
+
+def splits_evenly(num_layers: int, pipeline: int, virtual_pipeline: int) -> bool:
+    """Whether Megatron can split the layers, alone or with the embedding and the loss counted as one layer each."""
+    chunks = pipeline * virtual_pipeline
+    return num_layers % chunks == 0 or (chunks > 1 and (num_layers + 2) % chunks == 0 and num_layers + 2 > 2 * chunks)
+
+
+def expert(config: TrainConfig) -> int:
+    return config.parallel.pipeline * config.parallel.expert
+
+
+def _training(config: TrainConfig) -> Iterator[str]:
+    training = config.training
+    if training.warmup_tokens > training.total_tokens:
+        yield (
+            f"training.warmup_tokens ({training.warmup_tokens}) is longer than the run, training.total_tokens "
+            f"({training.total_tokens}). Shorten the one or lengthen the other."
+        )
+    if training.total_tokens % config.tokens_per_step:
+        near = config.total_steps * config.tokens_per_step
+        yield (
+            f"training.total_tokens ({training.total_tokens}) must be a multiple of the tokens of a step, "
+            f"global_batch_size x seq_length ({config.tokens_per_step}). Use {near}."
+        )
+    if training.eval_every and not training.eval_samples:
+        yield f"training.eval_every ({training.eval_every}) needs training.eval_samples above 0."
+    if training.eval_every and not config.dry_run and not config.data.valid:
+        yield f"training.eval_every ({training.eval_every}) needs data.valid."
+    if training.resume not in ("auto", "none") and not Path(training.resume).is_dir():
+        yield f"training.resume ({training.resume}) is neither auto, none, nor a checkpoint folder."
+
+
+def _batches(config: TrainConfig, world_size: int) -> Iterator[str]:
+    training, parallel = config.training, config.parallel
+    data_parallel = world_size // parallel.pipeline
+    rows = training.micro_batch_size * data_parallel
+    for key in ("global_batch_size", "eval_samples"):
+        if (size := getattr(training, key)) % rows:
+            yield (
+                f"training.{key} ({size}) must be a multiple of micro_batch_size x data-parallel size "
+                f"({training.micro_batch_size} x {data_parallel}). Use {rows * max(1, round(size / rows))}."
+            )
+    num_micro_batches = training.global_batch_size // rows
+    if parallel.virtual_pipeline > 1 and num_micro_batches % parallel.pipeline:
+        yield (
+            f"with parallel.virtual_pipeline the micro-batches of a step ({num_micro_batches}) must be a multiple of "
+            f"parallel.pipeline ({parallel.pipeline}). Change training.global_batch_size."
+        )
+
+
+def _optim(config: TrainConfig) -> Iterator[str]:
+    optim, training = config.optim, config.training
+    if optim.min_lr > optim.lr:
+        yield f"optim.min_lr ({optim.min_lr}) must be at most optim.lr ({optim.lr})."
+    if optim.lr_warmup_tokens >= training.total_tokens:
+        yield (
+            f"optim.lr_warmup_tokens ({optim.lr_warmup_tokens}) must be below training.total_tokens "
+            f"({training.total_tokens})."
+        )
+    wsd = optim.schedule.name == "wsd"
+    if wsd and not 0 < optim.wsd_decay_tokens <= training.total_tokens - optim.lr_warmup_tokens:
+        yield (
+            f"optim.wsd_decay_tokens ({optim.wsd_decay_tokens}) must be above 0 and at most training.total_tokens - "
+            f"optim.lr_warmup_tokens ({training.total_tokens - optim.lr_warmup_tokens})."
+        )
+    if not wsd and optim.wsd_decay_tokens:
+        yield f"optim.wsd_decay_tokens ({optim.wsd_decay_tokens}) has no effect with optim.schedule=cosine. Set it to 0."
+    if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
+        yield f"optim.betas ({optim.betas}) must be two numbers from 0 to below 1."
+
+
+def _run(config: TrainConfig) -> Iterator[str]:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", config.run.name):
+        yield f"run.name ({config.run.name!r}) must be letters, digits, '.', '_' and '-'."
+    for key in ("train", "valid"):
+        for prefix, weight in getattr(config.data, key).items():
+            if weight <= 0:
+                yield f"data.{key}[{prefix}] ({weight}) must be a share above 0."
+            if not config.dry_run and not Path(f"{prefix}.idx").is_file():
+                yield (
+                    f"data.{key}: {prefix}.idx does not exist. Prepare it with `python -m "
+                    "msa_pretrain.scripts.prepare_data`, or correct the prefix."
+                )
+    if not config.dry_run and not config.data.train:
+        yield "data.train is empty. Name at least one prepared dataset: data.train={PREFIX: 1.0}."
+
+
+def _layer_list(key: str, layers: list[int], num_layers: int) -> Iterator[str]:
+    if bad := [layer for layer in layers if not 0 <= layer < num_layers]:
+        yield f"{key} names layers {bad}, but layers run from 0 to {num_layers - 1}."
+    if len(set(layers)) != len(layers):
+        yield f"{key} ({layers}) names a layer twice."
+
+
+def _get(config: TrainConfig, key: str) -> float:
+    section, name = key.split(".")
+    return getattr(getattr(config, section), name)
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def _pipelines(num_layers: int) -> list[int]:
+    return [size for size in range(1, num_layers + 1) if splits_evenly(num_layers, size, 1)]
+
+
+def _choices(values: list[int]) -> str:
+    return ", ".join(map(str, values[:-1])) + (" or " if len(values) > 1 else "") + str(values[-1])
+
+

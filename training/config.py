@@ -1,0 +1,257 @@
+"""The run's configuration and its only door: `load_config` turns a composed Hydra config into a checked `TrainConfig`."""
+
+import difflib
+import typing
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ..model.config import (
+    AttentionConfig,
+    ModelConfig,
+    ModelSpec,
+    MoEConfig,
+    ParallelConfig,
+    Precision,
+    Recompute,
+)
+from .checks import cross_check
+
+Schedule = Enum("Schedule", ["cosine", "wsd"])
+WandbMode = Enum("WandbMode", ["online", "offline", "off"])
+
+
+@dataclass(kw_only=True)
+class TrainingConfig:
+    """The run: lengths in tokens, batch sizes in samples."""
+
+    seq_length: int
+    micro_batch_size: int
+    global_batch_size: int
+    total_tokens: int
+    warmup_tokens: int
+    """Indexer warm-up budget (dense attention, KL over the full sequence); 40e9 in the paper, written 40_000_000_000."""
+    kl_coef: float = 1.0
+    """Lambda of the KL loss. With the detach and Adam it acts only through eps and the clip: tune optim.indexer_lr instead."""
+    seed: int
+    deterministic: bool = True
+    num_threads: int
+    """CPU threads of torch; fixed, since sums differ in their last bits with the thread count."""
+    precision: Precision
+    recompute: Recompute = Recompute.none
+    resume: str = "auto"
+    """`auto`: the newest complete checkpoint of this run, if any; `none`: start anew in an empty folder; or a checkpoint folder."""
+    eval_every: int
+    """Steps between validations; one more at the end and two at the warm-up -> sparse switch. 0: none."""
+    eval_samples: int
+
+
+@dataclass(kw_only=True)
+class OptimConfig:
+    """AdamW in two groups, backbone and indexer, each with its own rate, weight decay and gradient-norm clip."""
+
+    lr: float
+    min_lr: float
+    schedule: Schedule
+    lr_warmup_tokens: int
+    wsd_decay_tokens: int = 0
+    """Tokens of the final decay of the `wsd` schedule."""
+    weight_decay: float = 0.1
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    eps: float = 1e-8
+    clip_norm: float = 1.0
+    indexer_lr: float
+    """Peak rate of the index branch; it decays to min_lr / lr of itself."""
+    indexer_weight_decay: float = 0.0
+    indexer_clip_norm: float = 1.0
+
+
+@dataclass(kw_only=True)
+class DataConfig:
+    train: dict[str, float]
+    """Prefix of a prepared dataset (PREFIX.bin, .idx, .json) -> its share of the training samples."""
+    valid: dict[str, float]
+    cache_dir: str
+    """Where sample indices are built."""
+    num_workers: int = 0
+
+
+@dataclass(kw_only=True)
+class CheckpointConfig:
+    every_steps: int = 0
+    """Steps between checkpoints; one more at the end. 0: only at the end."""
+    keep_last: int = 2
+    """Complete checkpoints kept."""
+
+
+@dataclass(kw_only=True)
+class TrackingConfig:
+    wandb: WandbMode = WandbMode.online
+    """`online` needs a login; without one the run is recorded offline and says so."""
+    project: str = "msa-pretrain"
+    log_every: int = 1
+    recall_every: int = 0
+    """Steps between measurements of the selection on training rows (validation always measures it); 0: never."""
+    recall_rows: int = 256
+    """Query rows sampled for each measurement of the selection."""
+
+
+@dataclass(kw_only=True)
+class RunConfig:
+    name: str
+    dir: str = "runs"
+
+
+@dataclass(kw_only=True)
+class TrainConfig:
+    model: ModelConfig
+    attention: AttentionConfig
+    moe: MoEConfig
+    parallel: ParallelConfig
+    training: TrainingConfig
+    optim: OptimConfig
+    data: DataConfig
+    checkpoint: CheckpointConfig
+    tracking: TrackingConfig
+    run: RunConfig
+    dry_run: bool = False
+
+    @property
+    def spec(self) -> ModelSpec:
+        return ModelSpec(
+            model=self.model,
+            attention=self.attention,
+            moe=self.moe,
+            parallel=self.parallel,
+            precision=self.training.precision,
+            recompute=self.training.recompute,
+            seed=self.training.seed,
+        )
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.training.global_batch_size * self.training.seq_length
+
+    @property
+    def total_steps(self) -> int:
+        return -(-self.training.total_tokens // self.tokens_per_step)
+
+
+class ConfigError(ValueError):
+    """A configuration a user can fix; the message lists every problem found."""
+
+    def __init__(self, problems: list[str]):
+        super().__init__("invalid configuration:\n" + "\n".join(f"  - {p}" for p in problems))
+        self.problems = problems
+
+
+def load_config(cfg: DictConfig, *, world_size: int | None) -> TrainConfig:
+    """Resolve, refuse strays and wrong types, name what is missing, cross-check; every problem in one ConfigError.
+
+    `world_size` None skips the checks that need the number of processes (a dry run of a large layout on a laptop).
+    """
+    try:
+        plain = OmegaConf.to_container(cfg, resolve=True)
+    except OmegaConfBaseException as err:
+        raise ConfigError([f"{err.full_key}: {first_line(err)}"]) from err
+    assert isinstance(plain, dict)
+    typed = _blank()
+    problems = [*unknown_keys(plain)]
+    known = set(leaf_keys(TrainConfig))
+    for key, value in leaves(plain):
+        if key in known and value != "???":
+            try:
+                OmegaConf.update(typed, key, value)
+            except (OmegaConfBaseException, ValueError) as err:
+                problems.append(f"{key}: {first_line(err)}")
+    refused = {problem.split(":")[0] for problem in problems}
+    problems += [
+        f"{key} is missing. Set {key}=..." for key in sorted(OmegaConf.missing_keys(typed)) if key not in refused
+    ]
+    if problems:
+        raise ConfigError(problems)
+    config = OmegaConf.to_object(typed)
+    assert isinstance(config, TrainConfig)
+    if problems := list(cross_check(config, world_size)):
+        raise ConfigError(problems)
+    return config
+
+
+def _blank() -> DictConfig:
+    """A typed config whose values without default are missing."""
+    blank = OmegaConf.structured(TrainConfig)
+    for section in fields(TrainConfig):
+        if is_dataclass(section.type):
+            blank[section.name] = OmegaConf.structured(section.type)
+    return blank
+
+
+def check_overrides(overrides: Iterable[str]) -> None:
+    """Refuse command-line keys that no dataclass declares, before Hydra's own error, which suggests `+key`, is seen."""
+    groups = {f.name for f in fields(TrainConfig)} | {"experiment"}
+    plain: dict[str, Any] = {}
+    for override in overrides:
+        key, is_override, _ = override.partition("=")
+        key = key.lstrip("+~").split("@")[0]
+        if not is_override or key.startswith(("hydra", "-")) or key in groups:
+            continue
+        node = plain
+        *path, last = key.split(".")
+        for part in path:
+            node = node.setdefault(part, {})
+        node[last] = None
+    if problems := list(unknown_keys(plain)):
+        raise ConfigError(problems)
+
+
+def to_yaml(plain: dict[str, Any]) -> str:
+    """`to_dict`'s output as YAML text, in the order of the dataclasses."""
+    return OmegaConf.to_yaml(OmegaConf.create(plain))
+
+
+def to_dict(config: TrainConfig) -> dict[str, Any]:
+    """The resolved config as plain dicts, lists, numbers and strings."""
+    plain = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
+def unknown_keys(node: dict[str, Any], schema: type = TrainConfig, prefix: str = "") -> Iterator[str]:
+    """Keys that no dataclass field declares; Hydra's `+a.b=1` would otherwise pass and do nothing."""
+    hints = typing.get_type_hints(schema)
+    for key, value in node.items():
+        if key not in hints:
+            everywhere = {name.rsplit(".", 1)[1]: name for name in leaf_keys(TrainConfig) if "." in name}
+            near = difflib.get_close_matches(str(key), hints, n=1)
+            near_key = f"{prefix}{near[0]}" if near else everywhere.get(str(key))
+            yield f"unknown key '{prefix}{key}'." + (f" Did you mean '{near_key}'?" if near_key else "")
+        elif is_dataclass(hints[key]) and isinstance(value, dict):
+            yield from unknown_keys(value, hints[key], f"{prefix}{key}.")
+
+
+def leaf_keys(schema: type, prefix: str = "") -> Iterator[str]:
+    """Dotted keys of every value of a dataclass tree."""
+    for name, kind in typing.get_type_hints(schema).items():
+        if is_dataclass(kind):
+            yield from leaf_keys(kind, f"{prefix}{name}.")  # type: ignore[arg-type]  # is_dataclass admits instances
+        else:
+            yield f"{prefix}{name}"
+
+
+def leaves(node: dict[str, Any], schema: type = TrainConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of a plain config, stopping where the schema has a value (a dict value stays whole)."""
+    hints = typing.get_type_hints(schema)
+    for key, value in node.items():
+        kind = hints.get(key)
+        if is_dataclass(kind) and isinstance(value, dict):
+            yield from leaves(value, kind, f"{prefix}{key}.")  # type: ignore[arg-type]
+        else:
+            yield f"{prefix}{key}", value
+
+
+def first_line(err: Exception) -> str:
+    return str(err).splitlines()[0]

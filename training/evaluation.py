@@ -1,0 +1,104 @@
+"""Validation, and the index branch's quality as metrics."""
+
+import math
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from ..data.dataset import Sample
+from ..data.loader import evaluation_batches
+from ..kernels import SelectionQuality, skill
+from ..model.config import ModelSpec, Phase
+from .step import StepPlan, StepSums, run_micro_batches
+
+
+def evaluate(
+    chunks: list[nn.Module],
+    spec: ModelSpec,
+    dataset: Dataset[Sample],
+    *,
+    phase: Phase,
+    num_samples: int,
+    micro_batch_size: int,
+    dp_rank: int,
+    dp_size: int,
+) -> StepSums:
+    """Forward passes over the same global samples in any layout, every row's selection measured.
+
+    Under no_grad and in eval mode: expert counts and biases stay as they are.
+    """
+    batches = list(evaluation_batches(dataset, num_samples, micro_batch_size, dp_rank, dp_size))
+    num_rows = num_samples * batches[0].tokens.numel() // micro_batch_size
+    for chunk in chunks:
+        chunk.eval()
+    with torch.no_grad():
+        plan = StepPlan(phase=phase, forward_only=True, sample_rows=num_rows if spec.msa_layers else 0)
+        sums = run_micro_batches(chunks, spec, batches, plan)
+    for chunk in chunks:
+        chunk.train()
+    return sums
+
+
+def evaluation_metrics(name: str, sums: StepSums, spec: ModelSpec) -> dict[str, float]:
+    """`eval/<name>/...` of one validation."""
+    loss = sums.mean_lm_loss
+    values = {f"eval/{name}/lm_loss": loss, f"eval/{name}/ppl": math.exp(min(loss, 700.0))}
+    if spec.msa_layers:
+        values[f"eval/{name}/kl"] = _mean_kl(sums, spec)
+        quality = quality_metrics(f"eval/{name}", sums.quality)
+        values |= {key: value for key, value in quality.items() if key.count("/") == 2 and "fraction" not in key}
+        values[f"eval/{name}/long_row_fraction"] = quality[f"eval/{name}/long_row_fraction"]
+        values = {key: value for key, value in values.items() if not key.endswith("/entropy")}
+    return values
+
+
+def indexer_metrics(sums: StepSums, spec: ModelSpec, kl_coef: float) -> dict[str, float]:
+    """`indexer/...` of one training step: the exact KL and, on sampled rows, the selection's quality."""
+    if not spec.msa_layers:
+        return {}
+    groups = spec.model.num_kv_heads
+    layers = {f"indexer/kl/layer_{layer}": sums.mean_kl(layer, groups) for layer in sums.kl}
+    weighted = kl_coef * sum(layers.values())
+    total = sums.mean_lm_loss + weighted
+    return {
+        **layers,
+        "indexer/kl": _mean_kl(sums, spec),
+        "indexer/kl_share_of_loss": weighted / total,
+        "train/loss": total,
+        **(quality_metrics("indexer", sums.quality) if sums.quality else {}),
+    }
+
+
+def quality_metrics(prefix: str, by_layer: dict[int, SelectionQuality]) -> dict[str, float]:
+    """Means over sampled rows, groups and layers; recalls over the rows with more than k visible blocks.
+
+    A recall is left out when no sampled row has more than k blocks.
+    """
+    values = _quality(prefix, list(by_layer.values()))
+    for layer, quality in by_layer.items():
+        one = _quality(prefix, [quality])
+        for name in ("score_recall", "block_recall"):
+            if f"{prefix}/{name}" in one:
+                values[f"{prefix}/{name}/layer_{layer}"] = one[f"{prefix}/{name}"]
+    return values
+
+
+def _quality(prefix: str, parts: list[SelectionQuality]) -> dict[str, float]:
+    total = sum(parts[1:], start=parts[0])
+    values = {f"{prefix}/long_row_fraction": total.num_long_rows / max(total.num_rows, 1)}
+    if total.num_rows:
+        for name in ("kl_uniform", "entropy", "local_fraction", "sink_fraction"):
+            values[f"{prefix}/{name}"] = getattr(total, name).mean().item() / total.num_rows
+    if total.num_long_rows:
+        recalls = ("block_recall", "score_recall", "captured_mass", "random_block_recall", "random_score_recall")
+        for name in recalls:
+            values[f"{prefix}/{name}"] = getattr(total, name).mean().item() / total.num_long_rows
+        mean, random = total.score_recall.mean(), total.random_score_recall.mean()
+        values[f"{prefix}/score_recall_skill"] = skill(mean / total.num_long_rows, random / total.num_long_rows).item()
+    return values
+
+
+def _mean_kl(sums: StepSums, spec: ModelSpec) -> float:
+    layers = [sums.mean_kl(layer, spec.model.num_kv_heads) for layer in spec.msa_layers]
+    return sum(layers) / len(layers)

@@ -1,0 +1,35 @@
+"""From a checked config to a finished run: process groups, run folder, trainer, summary, report."""
+
+import logging
+import time
+
+import torch.distributed as dist
+
+from ..model.megatron_compat import warn_untested_versions
+from ..model.parallel import initialize_distributed, initialize_model_parallel, shutdown
+from .config import TrainConfig
+from .console import format_summary
+from .report import write_report
+from .run_folder import RunFolder
+from .summary import summarize_run
+from .trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+
+def train(config: TrainConfig, overrides: list[str]) -> None:
+    """Run `config` on this rank; rank 0 prints the summary and the path of the report at the end."""
+    start = time.perf_counter()
+    initialize_distributed()
+    initialize_model_parallel(config.parallel, config.training.seed)
+    folder = RunFolder(config)
+    folder.prepare(config, overrides)
+    handler = folder.log_to_file()
+    warn_untested_versions()
+    Trainer(config, folder).run()
+    if dist.get_rank() == 0:
+        print(format_summary(summarize_run(folder.path)))
+        print(f"\nreport: {write_report(folder.path)}")
+    logger.info("finished in %.1f s", time.perf_counter() - start)
+    logging.getLogger("msa_pretrain").removeHandler(handler)
+    shutdown()

@@ -1,0 +1,196 @@
+"""AdamW on Megatron's distributed optimizer: two groups with their own rate, decay and clip; rates by consumed tokens."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import (
+    ChainedOptimizer,
+    OptimizerConfig,
+    ParamGroupOverride,
+    ParamKey,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
+from torch import Tensor, nn
+
+from ..model.config import ModelSpec, Precision
+from ..model.mcore import DTYPES
+from .config import OptimConfig, Schedule, TrainingConfig
+
+# Megatron tells parameter groups of a checkpoint apart by a few keys, `lr_mult` among them, and by nothing of ours: without
+# a value of its own there, a loaded backbone group takes the index group's rate. The learning rate ignores it.
+INDEXER_TAG, FP32_TAG = 2.0, 3.0
+CLIP_GROUPS = ("backbone", "indexer")
+
+
+class TorchAdamDistributedOptimizer(DistributedOptimizer):
+    """Megatron 0.16.1's distributed optimizer with torch's Adam, able to save before its first step and to resume.
+
+    torch creates Adam's state in the first step, Megatron asks for it before; and Megatron's load hands one shared step
+    tensor to all parameters, so that each would advance every other's. Goes when both are fixed upstream.
+    """
+
+    def _ensure_state(self) -> None:
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if not self.optimizer.state[parameter]:
+                    self.optimizer.state[parameter].update(
+                        step=torch.tensor(0.0),
+                        exp_avg=torch.zeros_like(parameter),
+                        exp_avg_sq=torch.zeros_like(parameter),
+                    )
+
+    def state_dict(self) -> dict:
+        self._ensure_state()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        self._ensure_state()
+        super().load_state_dict(state_dict)
+        for state in self.optimizer.state.values():
+            state["step"] = state["step"].clone()
+
+    @torch.no_grad()
+    def _set_main_param_and_optimizer_states(self, model_param: nn.Parameter, tensors: dict[str, Tensor]) -> None:
+        group, order = self.model_param_group_index_map[model_param]
+        main = self.optimizer.param_groups[group]["params"][order]
+        for name, value in {"param": main, **self.optimizer.state[main]}.items():
+            if name != "step":
+                value.copy_(tensors[name])
+
+
+def wrap_with_ddp(chunks: list[nn.Module]) -> list[DistributedDataParallel]:
+    """Megatron's DDP around each model chunk: fp32 gradient buffers, reduced once a step."""
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+    return [
+        DistributedDataParallel(chunk.config, config, chunk, disable_bucketing=order > 0)
+        for order, chunk in enumerate(chunks)
+    ]
+
+
+def build_optimizer(chunks: list[DistributedDataParallel], spec: ModelSpec, optim: OptimConfig) -> ChainedOptimizer:
+    """One distributed optimizer over all chunks, chained for dense and expert parameters."""
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=optim.lr,
+        min_lr=optim.min_lr,
+        weight_decay=optim.weight_decay,
+        adam_beta1=optim.betas[0],
+        adam_beta2=optim.betas[1],
+        adam_eps=optim.eps,
+        clip_grad=0.0,  # clipped by group, in `clip_and_step`
+        use_distributed_optimizer=True,
+        bf16=spec.precision is Precision.bf16,
+        params_dtype=DTYPES[spec.precision],
+    )
+    indexer: Any = dict(
+        lr_mult=INDEXER_TAG,
+        max_lr=optim.indexer_lr,
+        min_lr=optim.indexer_lr * optim.min_lr / optim.lr,
+        start_wd=optim.indexer_weight_decay,
+        end_wd=optim.indexer_weight_decay,
+        clip_group="indexer",
+    )
+    overrides = {
+        **get_standard_config_overrides(config),  # no decay for norms; passing any override drops it
+        ParamKey(attr="is_indexer"): ParamGroupOverride(**indexer),
+        # fp32 parameters beside bf16 ones in one group would confuse the optimizer's index map
+        ParamKey(attr="is_fp32_param"): ParamGroupOverride(lr_mult=FP32_TAG),  # type: ignore[typeddict-unknown-key]
+    }
+    optimizer = get_megatron_optimizer(config, chunks, config_overrides=overrides)
+    for part in optimizer.chained_optimizers:
+        if type(part) is DistributedOptimizer and not part.is_stub_optimizer:
+            if isinstance(part.optimizer, torch.optim.AdamW):
+                part.__class__ = TorchAdamDistributedOptimizer
+    return optimizer
+
+
+class LearningRates:
+    """Learning rate and weight decay of every group as a pure function of consumed tokens (Megatron's scheduler).
+
+    Nothing of it is saved: the rates at a step are the same with and without a restart.
+    """
+
+    def __init__(self, optimizer: ChainedOptimizer, optim: OptimConfig, training: TrainingConfig) -> None:
+        self._scheduler = OptimizerParamScheduler(
+            optimizer,
+            init_lr=0.0,
+            max_lr=optim.lr,
+            min_lr=optim.min_lr,
+            lr_warmup_steps=optim.lr_warmup_tokens,
+            lr_decay_steps=training.total_tokens,
+            lr_decay_style="WSD" if optim.schedule is Schedule.wsd else "cosine",
+            wsd_decay_steps=optim.wsd_decay_tokens,
+            lr_wsd_decay_style="linear",
+            start_wd=optim.weight_decay,
+            end_wd=optim.weight_decay,
+            wd_incr_steps=0,
+            wd_incr_style="constant",
+        )
+        self._optimizer = optimizer
+
+    def set(self, consumed_tokens: int) -> dict[str, float]:
+        """Set every group's rate for the step that ends at `consumed_tokens`; returns the rate by clip group."""
+        self._scheduler.num_steps = consumed_tokens
+        self._scheduler.step(0)
+        groups = self._optimizer.param_groups
+        return {clip_group(group): group["lr"] for group in groups}
+
+
+@dataclass(frozen=True)
+class OptimizerStep:
+    """What one optimizer step did, the same on every rank."""
+
+    applied: bool
+    """False when a gradient norm was not finite: no weight, moment or expert bias has moved."""
+    norms: dict[str, float]
+    """Gradient norm before clipping, by clip group."""
+
+
+@torch.no_grad()
+def clip_and_step(optimizer: ChainedOptimizer, limits: dict[str, float]) -> OptimizerStep:
+    """Clip each group by its own global norm, then step; skip the step on all ranks if a norm is not finite.
+
+    One shared norm would let the KL gradients scale the backbone's step.
+    """
+    overflow = optimizer.prepare_grads()
+    # in a fixed order: each norm is a collective that every rank joins, with or without parameters of the group
+    norms = {name: _global_norm(optimizer, name) for name in CLIP_GROUPS}
+    if overflow or not all(math.isfinite(norm) for norm in norms.values()):
+        return OptimizerStep(applied=False, norms=norms)
+    for name, norm in norms.items():
+        for part in optimizer.chained_optimizers:
+            clip_grad_by_total_norm_fp32(_members(part, name), limits[name], norm)
+    return OptimizerStep(applied=bool(optimizer.step_with_ready_grads()), norms=norms)
+
+
+def clip_group(group: dict) -> str:
+    return group.get("clip_group", "backbone")
+
+
+def _members(part: DistributedOptimizer, name: str) -> list[nn.Parameter]:
+    if part.is_stub_optimizer:
+        return []
+    return [parameter for group in part.param_groups if clip_group(group) == name for parameter in group["params"]]
+
+
+def _global_norm(optimizer: ChainedOptimizer, name: str) -> float:
+    square = 0.0
+    for part in optimizer.chained_optimizers:
+        gradients = [
+            parameter.grad
+            for parameter in _members(part, name)
+            if parameter.grad is not None
+            and param_is_not_shared(parameter)
+            and param_is_not_tensor_parallel_duplicate(parameter, part.tp_group)
+        ]
+        square += get_grad_norm_fp32(gradients, grad_stats_parallel_group=part.get_grad_stats_parallel_group()) ** 2
+    return math.sqrt(square) if math.isfinite(square) else square

@@ -1,0 +1,245 @@
+"""The training loop."""
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from torch import nn
+
+from ..data.dataset import build_dataset, source_uses
+from ..data.loader import TrainingStream
+from ..data.packing import PackedBatch
+from ..model.config import Phase
+from ..model.flops import step_flops
+from ..model.gpt import build_model
+from .balance import balance_experts
+from .checkpoint import TrainState, find_checkpoint, load_checkpoint, save_checkpoint
+from .config import TrainConfig, to_dict
+from .console import ProgressLine
+from .evaluation import evaluate, evaluation_metrics, indexer_metrics
+from .optim import LearningRates, build_optimizer, clip_and_step, wrap_with_ddp
+from .phases import phase_at
+from .run_folder import RunFolder
+from .sinks import JsonlSink, MetricsWriter, WandbSink
+from .step import StepPlan, run_micro_batches
+
+logger = logging.getLogger(__name__)
+
+# Dense bf16 matrix rate without sparsity, TFLOP/s, from the vendor's data sheets.
+PEAK_TFLOPS = {"H100": 989.5, "H200": 989.5, "B200": 2250.0, "A100": 312.0}
+
+
+class Trainer:
+    """One run: model, optimizer, data and metrics of this rank, from a checked config.
+
+    Process groups exist already (`model.parallel`); `run` trains to `training.total_tokens` and writes the last
+    checkpoint.
+    """
+
+    def __init__(self, config: TrainConfig, folder: RunFolder) -> None:
+        self.config, self.spec, self.folder = config, config.spec, folder
+        torch.set_num_threads(config.training.num_threads)
+        if config.training.deterministic:
+            torch.use_deterministic_algorithms(True)
+        self.chunks = wrap_with_ddp(list(build_model(self.spec, config.training.seq_length)))
+        self.optimizer = build_optimizer(self.chunks, self.spec, config.optim)
+        self.rates = LearningRates(self.optimizer, config.optim, config.training)
+        self.dp_rank = parallel_state.get_data_parallel_rank()
+        self.dp_size = parallel_state.get_data_parallel_world_size()
+        self.state, self.wandb_run_id = self._resume()
+        self.train_data, self.valid_data = self._build_data()
+        self.is_first = torch.distributed.get_rank() == 0
+        self.metrics: MetricsWriter | None = self._build_metrics() if self.is_first else None
+        self.console = ProgressLine(config.total_steps, num_gpus=torch.distributed.get_world_size())
+
+    def run(self) -> None:
+        """Train from the current state to the end of the token budget."""
+        training, state = self.config.training, self.state
+        stream = TrainingStream(
+            self.train_data,
+            consumed_samples=state.consumed_samples,
+            global_batch_size=training.global_batch_size,
+            micro_batch_size=training.micro_batch_size,
+            dp_rank=self.dp_rank,
+            dp_size=self.dp_size,
+            num_workers=self.config.data.num_workers,
+        )
+        with stream:
+            if state.step == 0:
+                self._log(self._validate(self._phase()))
+            while state.consumed_tokens < training.total_tokens:
+                phase = self._phase()
+                if phase is not self._phase_before():
+                    self._log(self._validate_at_switch(phase))
+                self._train_step(stream.next_step(), phase)
+                last = state.consumed_tokens >= training.total_tokens
+                if last or (training.eval_every and state.step % training.eval_every == 0):
+                    self._log(self._validate(phase))
+                every = self.config.checkpoint.every_steps
+                if last or (every and state.step % every == 0):
+                    self.save()
+        self.console.close()
+        if self.metrics:
+            self.metrics.close()
+
+    def save(self) -> Path:
+        return save_checkpoint(
+            self.folder.checkpoints,
+            self.chunks,
+            self.optimizer,
+            self.state,
+            phase=self._phase().name,
+            config_yaml=self.folder.config_yaml,
+            wandb_run_id=self.wandb_run_id,
+            keep_last=self.config.checkpoint.keep_last,
+        )
+
+    def _train_step(self, batches: list[PackedBatch], phase: Phase) -> None:
+        start, config, state = time.perf_counter(), self.config, self.state
+        tracking = config.tracking
+        step = state.step + 1
+        measured = tracking.recall_every and step % tracking.recall_every == 0 and self.spec.msa_layers
+        plan = StepPlan(
+            phase=phase, kl_coef=config.training.kl_coef, sample_rows=tracking.recall_rows if measured else 0
+        )
+        rates = self.rates.set(state.consumed_tokens + config.tokens_per_step)
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        sums = run_micro_batches(list[nn.Module](self.chunks), self.spec, batches, plan)
+        limits = {"backbone": config.optim.clip_norm, "indexer": config.optim.indexer_clip_norm}
+        outcome = clip_and_step(self.optimizer, limits)
+        load = balance_experts(list[nn.Module](self.chunks), self.spec, applied=outcome.applied)
+        state.step = step
+        state.consumed_tokens += config.tokens_per_step
+        state.consumed_samples += config.training.global_batch_size
+        if not outcome.applied:
+            state.skipped_steps += 1
+            logger.warning("step %d skipped: gradient norms %s are not finite", step, outcome.norms)
+        if step % tracking.log_every and not measured:
+            return
+        values = {
+            "train/lm_loss": sums.mean_lm_loss,
+            "train/phase": phase.name,
+            "optim/lr": rates["backbone"],
+            "optim/grad_norm": outcome.norms["backbone"],
+            "optim/skipped_steps": state.skipped_steps,
+            **load,
+            **self._speed(time.perf_counter() - start, batches, phase),
+        }
+        if self.spec.msa_layers:
+            values |= {
+                "optim/indexer_lr": rates["indexer"],
+                "optim/indexer_grad_norm": outcome.norms["indexer"],
+                **indexer_metrics(sums, self.spec, config.training.kl_coef),
+            }
+        self._log(values)
+
+    def _speed(self, seconds: float, batches: list[PackedBatch], phase: Phase) -> dict[str, float]:
+        world = torch.distributed.get_world_size()
+        lengths = [row[1] for batch in batches for row in batch.segments.rows]
+        # this rank's documents stand for those of every data-parallel rank; pipeline stages share them
+        tflops = step_flops(self.spec, lengths, phase) * self.dp_size / world / seconds / 1e12
+        steps_left = self.config.total_steps - self.state.step
+        values = {
+            "perf/step_s": seconds,
+            "perf/tokens_per_s_per_gpu": self.config.tokens_per_step / seconds / world,
+            "perf/tflops_per_gpu": tflops,
+            "perf/time_left_s": steps_left * seconds,
+        }
+        if torch.cuda.is_available():
+            values["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+            name = torch.cuda.get_device_name()
+            values |= {"perf/mfu": tflops / peak for model, peak in PEAK_TFLOPS.items() if model in name}
+        return values
+
+    def _validate(self, phase: Phase) -> dict[str, float]:
+        if not self.config.training.eval_samples or self.valid_data is None:
+            return {}
+        training = self.config.training
+        sums = evaluate(
+            list[nn.Module](self.chunks),
+            self.spec,
+            self.valid_data,
+            phase=phase,
+            num_samples=training.eval_samples,
+            micro_batch_size=training.micro_batch_size,
+            dp_rank=self.dp_rank,
+            dp_size=self.dp_size,
+        )
+        return evaluation_metrics("valid", sums, self.spec)
+
+    def _validate_at_switch(self, phase: Phase) -> dict[str, float]:
+        """The same weights in the phase that ends and in the one that begins."""
+        before = self._phase_before()
+        ending, beginning = self._validate(before), self._validate(phase)
+        if not ending:
+            return {}
+        loss = "eval/valid/lm_loss"
+        return {**ending, f"{loss}_{before.name}": ending[loss], f"{loss}_{phase.name}": beginning[loss]}
+
+    def _phase(self) -> Phase:
+        return self._phase_of(self.state.consumed_tokens)
+
+    def _phase_before(self) -> Phase:
+        """Phase of the step before; at the start, that of the first step."""
+        return self._phase_of(max(self.state.consumed_tokens - self.config.tokens_per_step, 0))
+
+    def _phase_of(self, consumed_tokens: int) -> Phase:
+        return phase_at(
+            consumed_tokens, kind=self.config.attention.kind, warmup_tokens=self.config.training.warmup_tokens
+        )
+
+    def _log(self, values: dict[str, Any]) -> None:
+        if self.metrics is None or not values:
+            return
+        state = self.state
+        values = {**values, "train/tokens": state.consumed_tokens, "train/samples": state.consumed_samples}
+        self.metrics.log(state.step, state.consumed_tokens, values)
+        self.console.update(state.step, values)
+
+    def _resume(self) -> tuple[TrainState, str | None]:
+        resume = self.config.training.resume
+        path = find_checkpoint(self.folder.checkpoints) if resume == "auto" else None
+        if resume not in ("auto", "none"):
+            path = Path(resume)
+        if path is None:
+            return TrainState(), None
+        loaded = load_checkpoint(path, self.chunks, self.optimizer)
+        logger.info("continuing from %s: step %d", path, loaded.state.step)
+        return loaded.state, loaded.wandb_run_id
+
+    def _build_data(self) -> tuple[Any, Any]:
+        config = self.config
+        training, common = config.training, dict(seed=config.training.seed, cache_dir=config.data.cache_dir)
+        common |= dict(seq_length=training.seq_length)
+        num_samples = training.total_tokens // training.seq_length
+        train = build_dataset(config.data.train, num_samples=num_samples, split_name="train", **common)
+        for use in source_uses(config.data.train, num_samples=num_samples, seq_length=training.seq_length):
+            logger.info(
+                "data %s: %.1f samples, %.3f epochs (share %.3f)", use.prefix, use.num_samples, use.num_epochs, use.share
+            )
+        if not training.eval_samples:
+            return train, None
+        return train, build_dataset(
+            config.data.valid, num_samples=training.eval_samples, split_name="valid", **common
+        )
+
+    def _build_metrics(self) -> MetricsWriter:
+        config = self.config
+        resumed = self.state.step or None
+        wandb = WandbSink(
+            config.tracking.wandb.name,
+            config.tracking.project,
+            config.run.name,
+            self.folder.path.resolve(),
+            to_dict(config),
+            self.wandb_run_id,
+        )
+        self.wandb_run_id = wandb.run_id
+        return MetricsWriter([JsonlSink(self.folder.metrics, resumed), wandb])
+
+
