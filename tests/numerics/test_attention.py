@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-
 from msa_pretrain.kernels import Segments, dense_attention, select_blocks, sparse_attention, tiling
 
 
@@ -154,7 +153,7 @@ def test_rows_in_no_document_are_dead(make_inputs, kind):
     result = with_gradients(lambda x: attend(kind, x, segments, ids_of(x, segments, 3, 4), 3), x)
     assert (result.pop("lse")[7:] == -math.inf).all()
     for name, tensor in result.items():
-        assert (tensor[7:] == 0).all() and tensor.isfinite().all() and (tensor[:7] != 0).all(), name
+        assert (tensor[7:] == 0).all() and tensor.isfinite().all() and (tensor[1:7] != 0).all(), name
 
 
 def test_a_row_without_ids_attends_to_nothing(make_inputs):
@@ -274,14 +273,17 @@ def test_large_fragments_keep_no_scores_for_backward(make_inputs, monkeypatch, k
 
     def saved_elements(checkpoint_pairs):
         monkeypatch.setattr(tiling, "CHECKPOINT_PAIRS", checkpoint_pairs)
-        saved = {}
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.setdefault(id(t), t), lambda t: t):
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
             attend(kind, x, segments, ids, 3)
-        return sum(tensor.numel() for tensor in saved.values() if tensor.is_floating_point())
+        # Views of the inputs are free.
+        own = {tensor.untyped_storage().data_ptr() for tensor in (x.query, x.key, x.value)}
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() // 8 for t in saved}
+        return sum(size for place, size in storages.items() if place not in own)
 
     all_scores = 10 * 10 * (10 + 20 + 30 + 40 + 50 + 60)
     assert saved_elements(60 * 60) >= all_scores
-    assert saved_elements(60 * 60 - 1) < all_scores / 10
+    assert saved_elements(60 * 60 - 1) < all_scores / 20
 
 
 def test_expanded_output_gradient(make_inputs, kind):
