@@ -133,10 +133,11 @@ def test_the_order_depends_on_the_seed_and_on_nothing_else(write, build, tmp_pat
 
 def test_data_prepared_anew_do_not_meet_their_old_index(write, build):
     prefix = write("a", [[n] * 50 for n in range(1, 21)])
-    list(build({prefix: 1.0}, num_samples=100))
-    write("a", [list(range(100, 140))] * 3)
-    samples = list(build({prefix: 1.0}, num_samples=10))
-    assert {token for sample in samples for token in sample.tokens.tolist()} <= {EOD, *range(100, 140)}
+    assert len(list(build({prefix: 1.0}, num_samples=15))) == 15
+    write("a", [list(range(100, 140))] * 3)  # same path, same arguments, 3 documents in place of 20
+    samples = list(build({prefix: 1.0}, num_samples=15))
+    assert {document for sample in samples for document in sample.document_ids} == {0, 1, 2}
+    assert {token for sample in samples for token in sample.tokens.tolist()} == {EOD, *range(100, 140)}
 
 
 def three_sources(write):
