@@ -28,9 +28,8 @@ def with_gradients(function, x):
 
 def assert_close(actual, expected, atol):
     for name, tensor in expected.items():
-        torch.testing.assert_close(
-            actual[name].double(), tensor.double(), rtol=0, atol=atol, msg=lambda m, n=name: n + m
-        )
+        one, other = actual[name].double(), tensor.double()
+        torch.testing.assert_close(one, other, rtol=0, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def assert_same_bits(actual, expected):
@@ -43,8 +42,8 @@ def kind(request):
     return request.param
 
 
-# Measured: 2e-15 and 1.4e-6 (fp32 sums of up to 17 terms of size 5).
-@pytest.mark.parametrize("dtype, atol", [(torch.float64, 1e-13), (torch.float32, 5e-6)], ids=str)
+# Measured: 7e-15 and 3.9e-6 (fp32, scale 0.8).
+@pytest.mark.parametrize("dtype, atol", [(torch.float64, 1e-13), (torch.float32, 1e-5)], ids=str)
 @pytest.mark.parametrize("scale", [None, 0.8])
 def test_equals_oracle(oracle, make_inputs, layout, kind, dtype, atol, scale):
     fragments, num_queries, num_keys = layout
