@@ -117,6 +117,21 @@ def run_tile(function: Callable[..., Any], *args: Any, bounded: bool) -> Any:
     return function(*args)
 
 
+def split_rows(tensor: Tensor, tiles: Sequence[QueryTile]) -> list[Tensor]:
+    """The query rows of each tile, cut at once: backward then joins them instead of adding one full tensor a tile."""
+    order = sorted(range(len(tiles)), key=lambda number: tiles[number].q_start)
+    sizes: list[int] = []
+    end = 0
+    for number in order:
+        tile = tiles[number]
+        sizes += [tile.q_start - end, tile.q_end - tile.q_start]
+        end = tile.q_end
+    sizes.append(tensor.shape[0] - end)
+    # Gaps and tiles alternate.
+    pieces = tensor.split(sizes)[1::2]
+    return [piece for _, piece in sorted(zip(order, pieces, strict=True), key=lambda item: item[0])]
+
+
 def join_rows(pieces: Sequence[tuple[int, Tensor]], like: Tensor, fill: float) -> Tensor:
     """Row pieces `(first row, [rows, ...])` as one tensor shaped like `like`, with `fill` in the rows of no piece."""
     parts: list[Tensor] = []

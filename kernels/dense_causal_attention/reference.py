@@ -4,7 +4,17 @@ import torch
 from torch import Tensor
 
 from ..segments import Segments
-from ..tiling import QueryTile, grouped_scores, join_rows, masked_softmax, query_tiles, run_tile, token_mask, zero_of
+from ..tiling import (
+    QueryTile,
+    grouped_scores,
+    join_rows,
+    masked_softmax,
+    query_tiles,
+    run_tile,
+    split_rows,
+    token_mask,
+    zero_of,
+)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -46,9 +56,11 @@ def attention_reference(
 ) -> tuple[Tensor, Tensor]:
     """Output and lse over the kept blocks, or over all visible tokens where `block_indices` is None."""
     outputs, lses = [], []
-    for tile, bounded in query_tiles(segments):
+    tiles = list(query_tiles(segments))
+    queries = split_rows(query, [tile for tile, _ in tiles])
+    for (tile, bounded), query_rows in zip(tiles, queries, strict=True):
         ids = None if block_indices is None else block_indices[tile.queries]
-        rows = (query[tile.queries], key[tile.keys], value[tile.keys], ids)
+        rows = (query_rows, key[tile.keys], value[tile.keys], ids)
         output, lse = run_tile(attend_tile, *rows, tile, block_size, softmax_scale, bounded=bounded)
         outputs.append((tile.q_start, output))
         lses.append((tile.q_start, lse))

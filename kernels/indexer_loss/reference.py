@@ -6,7 +6,17 @@ import torch
 from torch import Tensor
 
 from ..segments import Segments
-from ..tiling import QueryTile, grouped_scores, join_rows, mask_floor, query_tiles, run_tile, token_mask, zero_of
+from ..tiling import (
+    QueryTile,
+    grouped_scores,
+    join_rows,
+    mask_floor,
+    query_tiles,
+    run_tile,
+    split_rows,
+    token_mask,
+    zero_of,
+)
 
 
 @torch.no_grad()
@@ -67,9 +77,11 @@ def indexer_kl_reference(
 ) -> Tensor:
     """See `sparse_indexer_kl`; without `block_indices` over all visible tokens, see `dense_indexer_kl`."""
     pieces = []
-    for tile, bounded in query_tiles(segments):
+    tiles = list(query_tiles(segments))
+    index_queries = split_rows(index_query, [tile for tile, _ in tiles])
+    for (tile, bounded), index_query_rows in zip(tiles, index_queries, strict=True):
         ids = None if block_indices is None else block_indices[tile.queries]
-        index_rows = (index_query[tile.queries], index_key[tile.keys])
+        index_rows = (index_query_rows, index_key[tile.keys])
         rows = (query[tile.queries], key[tile.keys], lse[tile.queries], ids)
         kl = run_tile(kl_tile, *index_rows, *rows, tile, block_size, softmax_scale, bounded=bounded)
         pieces.append((tile.q_start, kl))
