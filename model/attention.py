@@ -121,7 +121,13 @@ class MSAAttention(MegatronModule):
         return norm(heads)
 
     def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, index_query: Tensor, index_key: Tensor, context: AttentionContext
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        index_query: Tensor,
+        index_key: Tensor,
+        context: AttentionContext,
     ) -> Tensor:
         """Attention of the context's phase [t, n, d] with the layer's KL attached."""
         attention, segments, backend = self.spec.attention, context.segments, self._backend

@@ -46,7 +46,9 @@ class AttentionContext(PackedSeqParams):
     """int64 [rows]: query rows whose selection is compared with the main branch's mass; None: none."""
 
     @classmethod
-    def build(cls, spec: ModelSpec, segments: Segments, positions: Tensor, phase: Phase, **values) -> "AttentionContext":
+    def build(
+        cls, spec: ModelSpec, segments: Segments, positions: Tensor, phase: Phase, **values
+    ) -> "AttentionContext":
         """Args: positions, int64 [t], restart at each document. Other values are fields of this class."""
         cos, sin = rotation(positions, spec.model.rotary_dim, spec.model.rope_theta)
         return cls(segments=segments, cos=cos, sin=sin, phase=phase, **values)

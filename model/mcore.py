@@ -36,6 +36,7 @@ def transformer_config(spec: ModelSpec, *, meta_device: bool = False) -> Transfo
         moe_ffn_hidden_size=moe.expert_hidden_size if has_moe else None,
         moe_shared_expert_intermediate_size=(moe.shared_hidden_size or None) if has_moe else None,
         moe_router_topk=moe.top_k,
+        moe_router_score_function="sigmoid",
         moe_router_load_balancing_type="none",
         moe_router_enable_expert_bias=False,
         moe_router_dtype="fp32",

@@ -1,11 +1,12 @@
 """Megatron-core 0.16.1 on a machine without CUDA, and the start-up check of tested versions.
 
-Megatron names CUDA devices, streams and RNG states even where nothing needs a GPU. `run_on_cpu` replaces those names so
+Megatron names CUDA devices, streams and RNG states even where nothing needs a GPU. `megatron_on_cpu` replaces those names so
 that the real model, DDP, distributed optimizer, pipeline schedules and checkpoints run on gloo. It does nothing where
 CUDA is available. Each entry of `SHIMS` (written for 0.16.1, 2026-11) says what it replaces, why, and when it can go.
 """
 
 import contextlib
+import functools
 import importlib.metadata
 import logging
 import warnings
@@ -154,18 +155,21 @@ def _alltoall_splits() -> None:
 
 
 SHIMS = (_devices_and_streams, _tensor_cuda, _tensor_type, _rng, _alltoall_splits)
-_device_mode: CudaMeansCpu | None = None
 
 
-def run_on_cpu() -> bool:
-    """Install the shims once in this process, in the main thread. Returns whether they are active (no CUDA)."""
-    global _device_mode
+@functools.cache
+def _install_shims() -> None:
+    for shim in SHIMS:
+        shim()
+    logger.info("no CUDA: megatron-core runs on the CPU through %d shims", len(SHIMS) + 1)
+
+
+def megatron_on_cpu() -> contextlib.AbstractContextManager:
+    """Install the shims for good, once in a process; the context turns `device="cuda"` into cpu in this thread.
+
+    Does nothing where CUDA is available.
+    """
     if torch.cuda.is_available():
-        return False
-    if _device_mode is None:
-        for shim in SHIMS:
-            shim()
-        _device_mode = CudaMeansCpu()
-        _device_mode.__enter__()
-        logger.info("no CUDA: megatron-core runs on the CPU through %d shims", len(SHIMS) + 1)
-    return True
+        return contextlib.nullcontext()
+    _install_shims()
+    return CudaMeansCpu()

@@ -1,6 +1,8 @@
 """Process groups: torch.distributed, then Megatron's parallel state."""
 
+import contextlib
 import os
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -8,22 +10,27 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from .config import ParallelConfig
-from .megatron_compat import run_on_cpu
+from .megatron_compat import megatron_on_cpu
 
 
-def initialize_distributed() -> None:
+@contextlib.contextmanager
+def distributed() -> Iterator[None]:
     """Join the job torchrun started, or make a world of one. gloo without CUDA, else NCCL."""
-    on_cpu = run_on_cpu()
-    if not on_cpu:
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    backend = "gloo" if on_cpu else "nccl"
-    if "RANK" in os.environ:
-        dist.init_process_group(backend)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    alone = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
+    with megatron_on_cpu():
+        dist.init_process_group("nccl" if on_gpu else "gloo", **alone)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
 
 
-def initialize_model_parallel(parallel: ParallelConfig, seed: int) -> None:
+@contextlib.contextmanager
+def model_parallel(parallel: ParallelConfig, seed: int) -> Iterator[None]:
+    """Megatron's process groups of one layout, inside `distributed`; and this rank's random states."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
@@ -32,14 +39,13 @@ def initialize_model_parallel(parallel: ParallelConfig, seed: int) -> None:
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=1,
     )
-    torch.manual_seed(seed)
-    if torch.cuda.is_available():
-        model_parallel_cuda_manual_seed(seed)
-
-
-def shutdown() -> None:
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+    try:
+        torch.manual_seed(seed)
+        if torch.cuda.is_available():
+            model_parallel_cuda_manual_seed(seed)
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
 
 
 def device() -> torch.device:

@@ -25,15 +25,7 @@ class ParameterCounts:
     @property
     def backbone(self) -> int:
         """All but the index branch: the size that is quoted for a model."""
-        return (
-            self.embedding
-            + self.head
-            + self.attention
-            + self.router
-            + self.experts
-            + self.dense_mlp
-            + self.norms
-        )
+        return self.embedding + self.head + self.attention + self.router + self.experts + self.dense_mlp + self.norms
 
     @property
     def total(self) -> int:

@@ -7,7 +7,6 @@ sums them over ranks and calls `update_expert_bias` after a successful optimizer
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -37,13 +36,13 @@ class SigmoidRouter(nn.Module):
     def forward(self, hidden_states: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """`padding_mask` bool [s, b], True for padding: such tokens are routed but never counted."""
         logits = F.linear(hidden_states.flatten(0, 1).float(), self.weight)
-        routing_probs, routing_map = topk_routing_with_score_function(
-            logits,
-            self.moe.top_k,
-            scaling_factor=self.moe.routed_scaling,
-            score_function="sigmoid",
-            expert_bias=self.expert_bias,
-        )
+        scores = logits.sigmoid()
+        chosen = (scores.detach() + self.expert_bias).topk(self.moe.top_k, dim=-1).indices
+        routing_map = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, chosen, True)
+        # renormalised for every k, as the released models do; Megatron leaves k = 1 as it is
+        weights = scores * routing_map
+        total = weights.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).tiny)
+        routing_probs = weights / total * self.moe.routed_scaling
         if self.training and torch.is_grad_enabled():
             counted = routing_map if padding_mask is None else routing_map & ~padding_mask.flatten()[:, None]
             self.tokens_per_expert += counted.sum(dim=0)

@@ -134,9 +134,7 @@ def load_checkpoint(path: Path, chunks: list[DistributedDataParallel], optimizer
             stacklevel=2,
         )
     fields = TrainState.__dataclass_fields__
-    return Loaded(
-        state=TrainState(**{key: run[key] for key in fields}), wandb_run_id=run["wandb_run_id"] or None
-    )
+    return Loaded(state=TrainState(**{key: run[key] for key in fields}), wandb_run_id=run["wandb_run_id"] or None)
 
 
 def _model_state(chunks: list[DistributedDataParallel]) -> dict[str, Any]:

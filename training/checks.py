@@ -174,7 +174,10 @@ def _parallel(config: TrainConfig, world_size: int | None) -> Iterator[str]:
         )
     if world_size is None:
         return
-    for name, size in (("parallel.pipeline", parallel.pipeline), ("parallel.pipeline x parallel.expert", expert(config))):
+    for name, size in (
+        ("parallel.pipeline", parallel.pipeline),
+        ("parallel.pipeline x parallel.expert", expert(config)),
+    ):
         if world_size % size:
             yield (
                 f"{name} ({size}) must divide the number of processes ({world_size}). Use a product out of "
@@ -290,5 +293,3 @@ def _pipelines(num_layers: int) -> list[int]:
 
 def _choices(values: list[int]) -> str:
     return ", ".join(map(str, values[:-1])) + (" or " if len(values) > 1 else "") + str(values[-1])
-
-

@@ -225,10 +225,10 @@ def unknown_keys(node: dict[str, Any], schema: type = TrainConfig, prefix: str =
     hints = typing.get_type_hints(schema)
     for key, value in node.items():
         if key not in hints:
-            everywhere = {name.rsplit(".", 1)[1]: name for name in leaf_keys(TrainConfig) if "." in name}
-            near = difflib.get_close_matches(str(key), hints, n=1)
-            near_key = f"{prefix}{near[0]}" if near else everywhere.get(str(key))
-            yield f"unknown key '{prefix}{key}'." + (f" Did you mean '{near_key}'?" if near_key else "")
+            near = [f"{prefix}{name}" for name in difflib.get_close_matches(str(key), hints, n=1)]
+            near = near or [name for name in leaf_keys(TrainConfig) if name.endswith(f".{key}")]
+            hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+            yield f"unknown key '{prefix}{key}'.{hint}"
         elif is_dataclass(hints[key]) and isinstance(value, dict):
             yield from unknown_keys(value, hints[key], f"{prefix}{key}.")
 

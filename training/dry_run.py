@@ -21,9 +21,14 @@ def report(config: TrainConfig, world_size: int) -> str:
     rows = [
         ("parameters, total", f"{counts.total:,}"),
         ("  backbone", f"{counts.backbone:,} ({_billions(counts.backbone)})"),
-        ("  index branch", f"{counts.index:,} ({index_layers} layers x {index_parameters(spec) if index_layers else 0:,})"),
-        ("  active outside the embeddings", f"{counts.active_outside_embeddings:,} "
-            f"({_billions(counts.active_outside_embeddings)})"),
+        (
+            "  index branch",
+            f"{counts.index:,} ({index_layers} layers x {index_parameters(spec) if index_layers else 0:,})",
+        ),
+        (
+            "  active outside the embeddings",
+            f"{counts.active_outside_embeddings:,} ({_billions(counts.active_outside_embeddings)})",
+        ),
         ("  embedding + head", f"{counts.embedding + counts.head:,}"),
         ("  experts", f"{counts.experts:,}"),
         ("tokens per step", f"{config.tokens_per_step:,}"),

@@ -13,6 +13,10 @@ from ..model.config import ModelSpec, Phase
 from .step import StepPlan, StepSums, run_micro_batches
 
 
+# Measures that are logged for training rows alone.
+TRAINING_ONLY = ("entropy", "local_fraction", "sink_fraction")
+
+
 def evaluate(
     chunks: list[nn.Module],
     spec: ModelSpec,
@@ -20,20 +24,20 @@ def evaluate(
     *,
     phase: Phase,
     num_samples: int,
+    sample_rows: int,
     micro_batch_size: int,
     dp_rank: int,
     dp_size: int,
 ) -> StepSums:
-    """Forward passes over the same global samples in any layout, every row's selection measured.
+    """Forward passes over the same global samples in any layout, the selection measured on about `sample_rows` rows.
 
     Under no_grad and in eval mode: expert counts and biases stay as they are.
     """
     batches = list(evaluation_batches(dataset, num_samples, micro_batch_size, dp_rank, dp_size))
-    num_rows = num_samples * batches[0].tokens.numel() // micro_batch_size
     for chunk in chunks:
         chunk.eval()
     with torch.no_grad():
-        plan = StepPlan(phase=phase, forward_only=True, sample_rows=num_rows if spec.msa_layers else 0)
+        plan = StepPlan(phase=phase, forward_only=True, sample_rows=sample_rows if spec.msa_layers else 0)
         sums = run_micro_batches(chunks, spec, batches, plan)
     for chunk in chunks:
         chunk.train()
@@ -45,11 +49,8 @@ def evaluation_metrics(name: str, sums: StepSums, spec: ModelSpec) -> dict[str, 
     loss = sums.mean_lm_loss
     values = {f"eval/{name}/lm_loss": loss, f"eval/{name}/ppl": math.exp(min(loss, 700.0))}
     if spec.msa_layers:
-        values[f"eval/{name}/kl"] = _mean_kl(sums, spec)
-        quality = quality_metrics(f"eval/{name}", sums.quality)
-        values |= {key: value for key, value in quality.items() if key.count("/") == 2 and "fraction" not in key}
-        values[f"eval/{name}/long_row_fraction"] = quality[f"eval/{name}/long_row_fraction"]
-        values = {key: value for key, value in values.items() if not key.endswith("/entropy")}
+        quality = _quality(f"eval/{name}", list(sums.quality.values()))
+        values |= {key: value for key, value in quality.items() if key.rsplit("/", 1)[1] not in TRAINING_ONLY}
     return values
 
 
@@ -73,9 +74,10 @@ def indexer_metrics(sums: StepSums, spec: ModelSpec, kl_coef: float) -> dict[str
 def quality_metrics(prefix: str, by_layer: dict[int, SelectionQuality]) -> dict[str, float]:
     """Means over sampled rows, groups and layers; recalls over the rows with more than k visible blocks.
 
-    A recall is left out when no sampled row has more than k blocks.
+    A recall is left out when no sampled row has more than k blocks. The exact KL over all rows is logged beside.
     """
     values = _quality(prefix, list(by_layer.values()))
+    values.pop(f"{prefix}/kl", None)
     for layer, quality in by_layer.items():
         one = _quality(prefix, [quality])
         for name in ("score_recall", "block_recall"):
@@ -88,7 +90,7 @@ def _quality(prefix: str, parts: list[SelectionQuality]) -> dict[str, float]:
     total = sum(parts[1:], start=parts[0])
     values = {f"{prefix}/long_row_fraction": total.num_long_rows / max(total.num_rows, 1)}
     if total.num_rows:
-        for name in ("kl_uniform", "entropy", "local_fraction", "sink_fraction"):
+        for name in ("kl", "kl_uniform", "entropy", "local_fraction", "sink_fraction"):
             values[f"{prefix}/{name}"] = getattr(total, name).mean().item() / total.num_rows
     if total.num_long_rows:
         recalls = ("block_recall", "score_recall", "captured_mass", "random_block_recall", "random_score_recall")

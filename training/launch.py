@@ -6,7 +6,7 @@ import time
 import torch.distributed as dist
 
 from ..model.megatron_compat import warn_untested_versions
-from ..model.parallel import initialize_distributed, initialize_model_parallel, shutdown
+from ..model.parallel import distributed, model_parallel
 from .config import TrainConfig
 from .console import format_summary
 from .report import write_report
@@ -20,16 +20,13 @@ logger = logging.getLogger(__name__)
 def train(config: TrainConfig, overrides: list[str]) -> None:
     """Run `config` on this rank; rank 0 prints the summary and the path of the report at the end."""
     start = time.perf_counter()
-    initialize_distributed()
-    initialize_model_parallel(config.parallel, config.training.seed)
-    folder = RunFolder(config)
-    folder.prepare(config, overrides)
-    handler = folder.log_to_file()
-    warn_untested_versions()
-    Trainer(config, folder).run()
-    if dist.get_rank() == 0:
-        print(format_summary(summarize_run(folder.path)))
-        print(f"\nreport: {write_report(folder.path)}")
-    logger.info("finished in %.1f s", time.perf_counter() - start)
-    logging.getLogger("msa_pretrain").removeHandler(handler)
-    shutdown()
+    with distributed(), model_parallel(config.parallel, config.training.seed):
+        folder = RunFolder(config)
+        folder.prepare(config, overrides)
+        with folder.capture_logs():
+            warn_untested_versions()
+            Trainer(config, folder).run()
+            logger.info("finished in %.1f s", time.perf_counter() - start)
+        if dist.get_rank() == 0:
+            print(format_summary(summarize_run(folder.path)))
+            print(f"\nreport: {write_report(folder.path)}")

@@ -1,11 +1,14 @@
 """The files of a run (`runs/<name>/`): made by rank 0 alone, from what the config resolved to."""
 
+import contextlib
 import importlib.metadata
+import itertools
 import json
 import logging
 import platform
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch.distributed as dist
@@ -13,7 +16,16 @@ import torch.distributed as dist
 from .config import TrainConfig, to_dict, to_yaml
 from .redaction import redact
 
-PACKAGES = ("msa-pretrain", "torch", "megatron-core", "triton", "transformer-engine", "hydra-core", "omegaconf", "wandb")
+PACKAGES = (
+    "msa-pretrain",
+    "torch",
+    "megatron-core",
+    "triton",
+    "transformer-engine",
+    "hydra-core",
+    "omegaconf",
+    "wandb",
+)
 
 
 class RunFolder:
@@ -40,16 +52,26 @@ class RunFolder:
             (self.path / "versions.json").write_text(json.dumps(versions(), indent=2) + "\n")
         dist.barrier()
 
-    def log_to_file(self) -> logging.Handler:
-        """Send this rank's log records to logs/rank_<r>.log; returns the handler to remove at the end."""
-        handler = logging.FileHandler(self.path / "logs" / f"rank_{dist.get_rank()}.log")
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-        logger = logging.getLogger("msa_pretrain")
-        logger.setLevel(logging.INFO)
-        logger.addHandler(handler)
+    @contextlib.contextmanager
+    def capture_logs(self) -> Iterator[None]:
+        """Inside, this rank's log records and warnings go to logs/rank_<r>.log; rank 0's warnings to stderr too."""
+        handlers: list[logging.Handler] = [logging.FileHandler(self.path / "logs" / f"rank_{dist.get_rank()}.log")]
+        handlers[0].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        if dist.get_rank() == 0:
+            handlers.append(logging.StreamHandler())
+            handlers[1].setLevel(logging.WARNING)
+        loggers = [logging.getLogger("msa_pretrain"), logging.getLogger("py.warnings")]
+        loggers[0].setLevel(logging.INFO)
         logging.captureWarnings(True)
-        logging.getLogger("py.warnings").addHandler(handler)
-        return handler
+        for logger, handler in itertools.product(loggers, handlers):
+            logger.addHandler(handler)
+        try:
+            yield
+        finally:
+            logging.captureWarnings(False)
+            for logger, handler in itertools.product(loggers, handlers):
+                logger.removeHandler(handler)
+            handlers[0].close()
 
 
 def _redacted(override: str) -> str:

@@ -50,9 +50,7 @@ class StepPlan:
     forward_only: bool = False
 
 
-def run_micro_batches(
-    chunks: list[nn.Module], spec: ModelSpec, batches: list[PackedBatch], plan: StepPlan
-) -> StepSums:
+def run_micro_batches(chunks: list[nn.Module], spec: ModelSpec, batches: list[PackedBatch], plan: StepPlan) -> StepSums:
     """Forward (and backward) of this rank's `batches`; gradients are left, reduced and divided by LM tokens, in DDP.
 
     Two denominators: LM tokens and valid rows are counted before the first backward, since Megatron divides every
@@ -148,7 +146,5 @@ def _reduce(
         lm_tokens=lm_tokens,
         valid_rows=valid_rows,
         kl=dict(zip(layers, sums[1 : 1 + len(layers)].tolist(), strict=True)),
-        quality={
-            layer: SelectionQuality.from_vector(vector) for layer, vector in zip(layers, qualities, strict=False)
-        },
+        quality={layer: SelectionQuality.from_vector(vector) for layer, vector in zip(layers, qualities, strict=False)},
     )

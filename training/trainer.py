@@ -44,6 +44,8 @@ class Trainer:
         torch.set_num_threads(config.training.num_threads)
         if config.training.deterministic:
             torch.use_deterministic_algorithms(True)
+            # its default also fills every new tensor, which costs 7% here and only shows reads of unwritten memory
+            torch.utils.deterministic.fill_uninitialized_memory = False
         self.chunks = wrap_with_ddp(list(build_model(self.spec, config.training.seq_length)))
         self.optimizer = build_optimizer(self.chunks, self.spec, config.optim)
         self.rates = LearningRates(self.optimizer, config.optim, config.training)
@@ -166,6 +168,7 @@ class Trainer:
             self.valid_data,
             phase=phase,
             num_samples=training.eval_samples,
+            sample_rows=self.config.tracking.recall_rows,
             micro_batch_size=training.micro_batch_size,
             dp_rank=self.dp_rank,
             dp_size=self.dp_size,
@@ -220,13 +223,15 @@ class Trainer:
         train = build_dataset(config.data.train, num_samples=num_samples, split_name="train", **common)
         for use in source_uses(config.data.train, num_samples=num_samples, seq_length=training.seq_length):
             logger.info(
-                "data %s: %.1f samples, %.3f epochs (share %.3f)", use.prefix, use.num_samples, use.num_epochs, use.share
+                "data %s: %.1f samples, %.3f epochs (share %.3f)",
+                use.prefix,
+                use.num_samples,
+                use.num_epochs,
+                use.share,
             )
         if not training.eval_samples:
             return train, None
-        return train, build_dataset(
-            config.data.valid, num_samples=training.eval_samples, split_name="valid", **common
-        )
+        return train, build_dataset(config.data.valid, num_samples=training.eval_samples, split_name="valid", **common)
 
     def _build_metrics(self) -> MetricsWriter:
         config = self.config
@@ -241,5 +246,3 @@ class Trainer:
         )
         self.wandb_run_id = wandb.run_id
         return MetricsWriter([JsonlSink(self.folder.metrics, resumed), wandb])
-
-

@@ -1,0 +1,47 @@
+# `make pretrain` and `make test` are all a new machine needs: Python >= 3.11, make and a package index.
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip --disable-pip-version-check install --quiet
+# A Python that has torch keeps it: the environment sees it. Otherwise torch is installed, from TORCH_INDEX_URL when set.
+HAS_TORCH := $(shell $(PYTHON) -c 'import torch' 2>/dev/null && echo yes)
+
+.PHONY: pretrain test test-slow lint dry-run clean
+
+pretrain: $(VENV)/.runtime
+	$(BIN)/python -m msa_pretrain.scripts.prepare_data --corpus builtin --output runs/data/builtin
+	$(BIN)/python -m msa_pretrain.scripts.pretrain experiment=cpu_smoke
+
+test: $(VENV)/.dev
+	$(BIN)/pytest -m "not slow"
+
+test-slow: $(VENV)/.dev
+	$(BIN)/pytest -m slow
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy kernels model data training
+	$(BIN)/lint-imports
+
+dry-run: $(VENV)/.runtime
+	for experiment in configs/experiment/*.yaml; do \
+		$(BIN)/python -m msa_pretrain.scripts.pretrain experiment=$$(basename $$experiment .yaml) dry_run=true || exit 1; \
+	done
+
+$(VENV)/.torch:
+	$(PYTHON) -m venv $(if $(HAS_TORCH),--system-site-packages) $(VENV)
+	$(if $(HAS_TORCH),,$(PIP) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) $(TORCH))
+	touch $@
+
+$(VENV)/.runtime: pyproject.toml constraints.txt | $(VENV)/.torch
+	$(PIP) -c constraints.txt -e .
+	touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/.torch
+	$(PIP) -c constraints.txt -e '.[dev]'
+	touch $@ $(VENV)/.runtime
+
+clean:
+	rm -rf $(VENV)

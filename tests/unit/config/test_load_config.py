@@ -1,0 +1,148 @@
+"""The door: every problem at once, each with its value and its remedy (field cases 5.2-5.4)."""
+
+import pytest
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
+
+from msa_pretrain.model.config import Precision, QKNorm
+from msa_pretrain.training.config import ConfigError, check_overrides, load_config, to_dict, to_yaml
+
+# (overrides, what the message must say)
+BAD = {
+    "wrong type": (
+        ["training.seq_length=abc"],
+        "training.seq_length: Value 'abc' of type 'str' could not be converted",
+    ),
+    "wrong choice": (["model.qk_norm=perhead"], "model.qk_norm: Invalid value 'perhead', expected one of [none"),
+    "unknown key with +": (["+moe.topkk=2"], "unknown key 'moe.topkk'. Did you mean 'moe.top_k'?"),
+    "key one level too high": (["+top_k=2"], "unknown key 'top_k'. Did you mean 'attention.top_k' or 'moe.top_k'?"),
+    "missing value": (["training.seq_length=???"], "training.seq_length is missing. Set training.seq_length=..."),
+    "expert size": (
+        ["parallel.expert=3"],
+        "parallel.expert (3) must divide moe.num_experts (8). Use 1, 2, 4 or 8.",
+    ),
+    "pipeline size": (
+        ["parallel.pipeline=5"],
+        "parallel.pipeline x parallel.virtual_pipeline (5) must divide model.num_layers (4)",
+    ),
+    "world size": (
+        ["parallel.expert=2"],
+        "parallel.pipeline x parallel.expert (2) must divide the number of processes (1).",
+    ),
+    "virtual stages alone": (["parallel.virtual_pipeline=2"], "parallel.virtual_pipeline (2) needs parallel.pipeline"),
+    "tensor parallelism": (["parallel.tensor=2"], "parallel.tensor (2) is not available in this version. Use 1."),
+    "k below one": (["attention.top_k=0"], "attention.top_k (0) must be at least 1."),
+    "block size zero": (["attention.block_size=0"], "attention.block_size (0) must be at least 1."),
+    "no room for the local block": (
+        ["attention.top_k=2", "attention.init_blocks=2"],
+        "Raise attention.top_k to 3 or more.",
+    ),
+    "warm-up longer than the run": (
+        ["training.warmup_tokens=491_522"],
+        "training.warmup_tokens (491522) is longer than the run, training.total_tokens (491520).",
+    ),
+    "tokens not a multiple": (
+        ["training.total_tokens=491_521", "training.warmup_tokens=0"],
+        "training.total_tokens (491521) must be a multiple of the tokens of a step, global_batch_size x seq_length "
+        "(2048). Use 493568.",
+    ),
+    "heads": (
+        ["model.num_kv_heads=3"],
+        "model.num_kv_heads (3) must divide model.num_query_heads (8). Use 1, 2, 4 or 8.",
+    ),
+    "odd rotary": (["model.rotary_dim=15"], "model.rotary_dim (15) must be even and at most model.head_dim (32)."),
+    "rotary over index": (["attention.index_dim=8"], "attention.index_dim (8) must be at least model.rotary_dim (16)"),
+    "layer out of range": (
+        ["attention.full_layers=[4]"],
+        "attention.full_layers names layers [4], but layers run from 0",
+    ),
+    "layer twice": (["attention.full_layers=[1,1]"], "attention.full_layers ([1, 1]) names a layer twice."),
+    "every layer full": (["attention.full_layers=[0,1,2,3]"], "attention.full_layers names every layer."),
+    "dense with a warm-up": (["attention=dense"], "training.warmup_tokens (307200) has no effect with attention.kind"),
+    "more experts than there are": (["moe.top_k=9"], "moe.top_k (9) must be at most moe.num_experts (8)."),
+    "dense MLP without size": (["moe.dense_hidden_size=0"], "moe.dense_hidden_size (0) and moe.dense_mlp_layers ([0])"),
+    "batch size": (
+        ["training.global_batch_size=6", "training.total_tokens=3_072_000"],
+        "training.global_batch_size (6) must be a multiple of micro_batch_size x data-parallel size (4 x 1). Use 8.",
+    ),
+    "learning rates": (["optim.min_lr=1"], "optim.min_lr (1.0) must be at most optim.lr (0.002)."),
+    "wsd without decay": (["optim.schedule=wsd"], "optim.wsd_decay_tokens (0) must be above 0"),
+    "cosine with decay": (["optim.wsd_decay_tokens=5"], "optim.wsd_decay_tokens (5) has no effect with optim.schedule"),
+    "betas": (["optim.betas=[0.9,1.0]"], "optim.betas ([0.9, 1.0]) must be two numbers from 0 to below 1."),
+    "negative decay": (["optim.weight_decay=-1"], "optim.weight_decay (-1.0) must be at least 0."),
+    "zero learning rate": (["optim.lr=0"], "optim.lr (0.0) must be above 0."),
+    "evaluation without samples": (["training.eval_samples=0"], "training.eval_every (40) needs training.eval_samples"),
+    "run name": (["run.name=a/b"], "run.name ('a/b') must be letters, digits"),
+    "resume": (
+        ["training.resume=nowhere"],
+        "training.resume (nowhere) is neither auto, none, nor a checkpoint folder.",
+    ),
+    "backend": (["model.backend=transformer_engine"], "model.backend (transformer_engine) is not available"),
+}
+
+
+@pytest.mark.parametrize("overrides, message", BAD.values(), ids=BAD)
+def test_bad_configuration(config_of, overrides, message):
+    with pytest.raises(ConfigError) as caught:
+        config_of(*overrides)
+    assert any(message in problem for problem in caught.value.problems), caught.value.problems
+
+
+def test_missing_data_names_the_file_and_the_command(config_of, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        config_of(dry_run=False)
+    assert (
+        "data.train: runs/data/builtin/train.idx does not exist. Prepare it with `python -m "
+        "msa_pretrain.scripts.prepare_data`, or correct the prefix." in caught.value.problems
+    )
+    with pytest.raises(ConfigError, match=r"data.train is empty. Name at least one prepared dataset"):
+        config_of("data=indexed", dry_run=False)
+
+
+def test_all_problems_come_at_once(config_of):
+    with pytest.raises(ConfigError) as caught:
+        config_of("parallel.expert=3", "moe.top_k=9", "optim.min_lr=1", "run.name=a/b")
+    assert len(caught.value.problems) == 5  # expert also fails to divide the one process
+
+
+@pytest.mark.parametrize("override", ["model.topk_blokcs=8", "+model.topk_blokcs=8", "++model.topk_blokcs=8"])
+def test_typos_on_the_command_line_are_refused_before_hydra_suggests_a_plus(override):
+    with pytest.raises(ConfigError, match=r"unknown key 'model.topk_blokcs'\."):
+        check_overrides(["experiment=cpu_smoke", override])
+    check_overrides(["experiment=cpu_smoke", "model=smoke", "attention.top_k=4", "hydra.verbose=true", "--cfg", "job"])
+
+
+def test_token_budgets_keep_their_digits(config_of):
+    config = config_of("training.warmup_tokens=40_000_000_000", experiment="msa_pt_230b", world_size=None)
+    assert config.training.warmup_tokens == 40_000_000_000
+    with pytest.raises(ConfigError, match="training.warmup_tokens: Value '40000000000.0' of type 'float'"):
+        config_of("training.warmup_tokens=40e9", experiment="msa_pt_230b", world_size=None)
+
+
+@pytest.mark.parametrize("name", ["12e5", "1_000"])
+def test_names_that_look_like_numbers_stay_text(config_of, name):
+    assert config_of(f"run.name='{name}'").run.name == name
+
+
+def test_the_saved_config_is_resolved(monkeypatch):
+    monkeypatch.setenv("MSA_TEST_NAME", "first")
+    with initialize_config_module("msa_pretrain.configs", version_base="1.3"):
+        cfg = compose("pretrain", ["experiment=cpu_smoke", "dry_run=true", "run.name=${oc.env:MSA_TEST_NAME}"])
+    config = load_config(cfg, world_size=1)
+    monkeypatch.setenv("MSA_TEST_NAME", "second")
+    saved = OmegaConf.create(to_yaml(to_dict(config)))
+    assert saved.run.name == "first"
+
+
+def test_saved_yaml_loads_back_to_the_same_config(config_of):
+    config = config_of()
+    again = load_config(OmegaConf.create(to_yaml(to_dict(config))), world_size=1)
+    assert again == config
+    assert again.training.precision is Precision.fp32 and again.model.qk_norm is QKNorm.per_head
+
+
+def test_layout_checks_need_the_world_size(config_of):
+    config = config_of("parallel.expert=2", world_size=None)
+    assert config.parallel.expert == 2
+    assert config_of("parallel.expert=2", "training.micro_batch_size=2", world_size=2) is not None
