@@ -92,7 +92,7 @@ def mask_floor(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
     The number is finite, so that a row without tokens meets no inf - inf, in forward or in backward.
     """
-    return (mask.to(dtype) - 1) * (torch.finfo(dtype).max / 2)
+    return mask.to(dtype).sub_(1).mul_(torch.finfo(dtype).max / 2)
 
 
 def masked_softmax(scores: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -105,8 +105,9 @@ def masked_softmax(scores: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     probs = scores.softmax(dim=-1)
     with torch.no_grad():
         # The largest probability is exp(largest score - lse); this spares a second pass of exponentials.
-        lse = scores.amax(dim=-1) - probs.amax(dim=-1).log()
-        lse = lse.masked_fill(~mask.any(dim=-1), -torch.inf)
+        largest = scores.amax(dim=-1)
+        lse = largest - probs.amax(dim=-1).log()
+        lse = lse.masked_fill(largest < torch.finfo(scores.dtype).min / 4, -torch.inf)
     return probs, lse
 
 

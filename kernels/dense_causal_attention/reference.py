@@ -27,7 +27,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
     probs, lse = masked_softmax(grouped_scores(query.to(dtype), key.to(dtype), scale), mask[:, None])
     # [g, n/g, rows, d], with the group's heads and rows as one long axis for the product
     output = (probs.flatten(1, 2) @ value.to(dtype).transpose(0, 1)).unflatten(1, probs.shape[1:3])
-    output = output * mask.any(dim=2)[:, None, :, None]
+    output = output * (lse > -torch.inf)[..., None]
     return output.permute(2, 0, 1, 3).flatten(1, 2).to(query.dtype), lse.permute(2, 0, 1).flatten(1, 2)
 
 
