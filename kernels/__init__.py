@@ -1,6 +1,6 @@
 """The ops of MSA. Each folder holds one: README.md, reference.py (the definition), op.py (the contract)."""
 
-from .block_selection import block_scores, select_blocks
+from .block_selection import block_scores, raise_if_not_finite, select_blocks
 from .block_sparse_attention import sparse_attention
 from .dense_causal_attention import dense_attention
 from .indexer_loss import dense_indexer_kl, sparse_indexer_kl
@@ -13,6 +13,7 @@ __all__ = [
     "block_scores",
     "dense_attention",
     "dense_indexer_kl",
+    "raise_if_not_finite",
     "select_blocks",
     "selection_quality",
     "skill",

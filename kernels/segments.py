@@ -4,7 +4,7 @@ Legend of all kernels: `t_q` query rows, `t_k` key rows (packed tokens), `n` que
 `i` index head dim, `m` KV blocks, `l` block length, `k` blocks kept.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -118,20 +118,27 @@ class Segments:
 
     def table(self, device: torch.device | str) -> Tensor:
         """`rows` as int64 [num_segments, 4] on `device`, built once for a device."""
-        return self._cached("table", device)
+        return self.cached("table", device, self._build_table)
 
     def positions(self, device: torch.device | str) -> Tensor:
         """int64 [t_q]: position in the document of each query row; 0 for padding rows."""
-        return self._cached("positions", device)
+        return self.cached("positions", device, self._build_positions)
 
     def query_mask(self, device: torch.device | str) -> Tensor:
         """bool [t_q]: whether the query row lies in a document."""
-        return self._cached("query_mask", device)
+        return self.cached("query_mask", device, self._build_query_mask)
 
-    def _cached(self, name: str, device: torch.device | str) -> Tensor:
+    def cached(self, name: str, device: torch.device | str, build: Callable[[], Tensor]) -> Tensor:
+        """The tensor that `build` makes on the CPU, on `device`: built and copied once for a name and device.
+
+        The copy to a GPU does not wait for it.
+        """
         place = torch.device(device)
         if (name, place) not in self._cache:
-            self._cache[name, place] = getattr(self, f"_build_{name}")().to(place)
+            tensor = build()
+            if place.type == "cuda":
+                tensor = tensor.pin_memory().to(place, non_blocking=True)
+            self._cache[name, place] = tensor
         return self._cache[name, place]
 
     def _build_table(self) -> Tensor:

@@ -5,9 +5,8 @@ from torch import Tensor
 
 from ..checks import check_backend, check_block_size, check_floating, check_index_inputs
 from ..segments import Segments
+from ..triton_support import BACKENDS
 from .reference import select_blocks_reference
-
-BACKENDS = ("reference",)
 
 
 def select_blocks(
@@ -32,7 +31,9 @@ def select_blocks(
             tokens of the kept blocks.
         Rows in no document: ids -1, lse -inf.
 
-    Raises ValueError for inputs that do not fit, and when a visible score is not finite.
+    Raises ValueError for inputs that do not fit, and when a visible score is not finite. On a GPU the Triton backend
+        does not wait for its kernels: such a score is raised by a later call, or by `raise_if_not_finite()`, which a
+        training loop calls where it synchronises anyway.
     """
     op = "select_blocks"
     check_backend(op, backend, BACKENDS)
@@ -48,8 +49,12 @@ def select_blocks(
             f"{op}: init_blocks ({init_blocks}) must lie in 0..{num_selected_blocks - 1}, as the local block takes one "
             f"of the num_selected_blocks ({num_selected_blocks}) slots."
         )
+    if backend == "triton":
+        from .launch import select_blocks_triton as select
+    else:
+        select = select_blocks_reference
     with torch.autocast(index_query.device.type, enabled=False):
-        return select_blocks_reference(
+        return select(
             index_query,
             index_key,
             segments,

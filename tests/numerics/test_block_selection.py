@@ -226,7 +226,7 @@ def test_non_finite_future_score_is_not_ranked():
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"backend": "triton"}, r"backend 'triton' does not exist for this op\. Use one of: reference"),
+        ({"backend": "pallas"}, r"backend 'pallas' does not exist for this op\. Use one of: reference, triton"),
         ({"backend": "cuda"}, r"backend 'cuda' does not exist"),
         ({"index_query": torch.zeros(6, 2, 4, dtype=torch.int32)}, r"index_query has dtype torch.int32\. Use one of"),
         ({"index_key": torch.zeros(6, 4).half()}, r"index_key is torch.float16 but index_query is torch.float32"),
