@@ -27,8 +27,8 @@ from .rope import apply_rotation
 class AttachLoss(torch.autograd.Function):
     """Identity on `output` whose backward starts `loss` with gradient 1: the loss rides on the layer's own graph.
 
-    Megatron's per-token mode sums gradients over micro-batches and divides them once by the LM tokens, so 1 is right in
-    every layout and no hook in the schedules is needed.
+    Megatron's per-token mode sums gradients over micro-batches and divides them once by the LM tokens, so 1 is right
+    in every layout and no hook in the schedules is needed.
     """
 
     @staticmethod
@@ -45,8 +45,8 @@ class AttachLoss(torch.autograd.Function):
 class MSAAttention(MegatronModule):
     """QKV -> QK norm -> partial RoPE -> {dense | warm-up | sparse} attention -> output projection.
 
-    Megatron's layout [t, 1, h] is converted here to the kernels' packed [t, heads, dim] and nowhere else. The phase comes
-    with each micro-batch (`AttentionContext`); a layer without index branch attends densely in every phase.
+    Megatron's layout [t, 1, h] is converted here to the kernels' packed [t, heads, dim] and nowhere else. The phase
+    comes with each micro-batch (`AttentionContext`); a layer without index branch attends densely in every phase.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class MSAAttention(MegatronModule):
             output, lse = dense_attention(query, key, value, segments, backend=backend)
             kl = dense_indexer_kl(index_query, index_key, query, key, lse, segments, backend=backend)
         else:
-            sparse = dict(block_size=attention.block_size, backend=backend)
+            sparse: dict[str, Any] = dict(block_size=attention.block_size, backend=backend)
             output, lse = sparse_attention(query, key, value, block_indices, segments, **sparse)
             kl = sparse_indexer_kl(index_query, index_key, query, key, lse, block_indices, segments, **sparse)
         if measurements is not None:

@@ -61,7 +61,7 @@ class AttentionConfig:
     index_rope: bool = True
     """The main branch's partial RoPE on the index heads."""
     detach: bool = True
-    """Stop the index branch's gradient at its input (paper eq. 11). Off only in ablations: it then reaches the backbone."""
+    """Stop the index branch's gradient at its input (paper eq. 11). Off only in ablations."""
     backend: AttentionBackend
     full_layers: list[int] = field(default_factory=list)
     """Layers (0-based) with dense attention for ever and no index branch."""

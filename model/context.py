@@ -34,10 +34,10 @@ class Measurements:
 class AttentionContext(PackedSeqParams):
     """One packed micro-batch [t, 1, h]: its documents, rotary tables, phase and the weight of its KL rows."""
 
-    segments: Segments = Segments.from_cu_seqlens([0])
-    cos: Tensor = torch.empty(0)
-    sin: Tensor = torch.empty(0)
-    phase: Phase = Phase.dense
+    segments: Segments = field(kw_only=True)
+    cos: Tensor = field(kw_only=True)
+    sin: Tensor = field(kw_only=True)
+    phase: Phase = field(kw_only=True)
     kl_weight: float = 0.0
     """Factor on each (row, group) KL: lambda x LM tokens / (valid rows x groups), as Megatron divides by LM tokens."""
     measurements: Measurements | None = None

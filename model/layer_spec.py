@@ -34,7 +34,7 @@ def block_spec(spec: ModelSpec, config: TransformerConfig, vp_stage: int | None)
 
 
 def layer_spec(spec: ModelSpec, layer: int) -> ModuleSpec:
-    """The modules of 0-based global `layer`. The input norm stays apart from the QKV projection: the indexer reads it."""
+    """The modules of 0-based global `layer`. The input norm is not fused into QKV: the indexer reads its output."""
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(

@@ -1,8 +1,9 @@
 """Megatron-core 0.16.1 on a machine without CUDA, and the start-up check of tested versions.
 
-Megatron names CUDA devices, streams and RNG states even where nothing needs a GPU. `megatron_on_cpu` replaces those names so
-that the real model, DDP, distributed optimizer, pipeline schedules and checkpoints run on gloo. It does nothing where
-CUDA is available. Each entry of `SHIMS` (written for 0.16.1, 2026-11) says what it replaces, why, and when it can go.
+Megatron names CUDA devices, streams and RNG states even where nothing needs a GPU. `megatron_on_cpu` replaces those
+names so that the real model, DDP, distributed optimizer, pipeline schedules and checkpoints run on gloo. It does
+nothing where CUDA is available. Each entry of `SHIMS` (for 0.16.1, 2026-11) says what it replaces, why, and when it can
+go.
 """
 
 import contextlib

@@ -8,8 +8,8 @@ from torch.nn import functional as F
 class RMSNorm(torch.nn.Module):
     """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in fp32, returned in x's dtype.
 
-    Megatron's own torch norm refuses sequence parallelism; this one carries the mark by which Megatron sums its gradient
-    over the tensor-parallel ranks.
+    Megatron's own torch norm refuses sequence parallelism; this one carries the mark by which Megatron sums its
+    gradient over the tensor-parallel ranks.
     """
 
     def __init__(self, config: object, hidden_size: int, eps: float) -> None:

@@ -19,9 +19,12 @@ def distributed() -> Iterator[None]:
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    alone = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
+    backend = "nccl" if on_gpu else "gloo"
     with megatron_on_cpu():
-        dist.init_process_group("nccl" if on_gpu else "gloo", **alone)
+        if "RANK" in os.environ:
+            dist.init_process_group(backend)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         try:
             yield
         finally:

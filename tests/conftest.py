@@ -1,4 +1,4 @@
-"""Without a GPU, kernels run in Triton's interpreter (set before any kernel is imported) and GPU tests say why they skip."""
+"""Without a GPU, kernels run in Triton's interpreter (set before any kernel import) and GPU tests say why they skip."""
 
 import os
 

@@ -1,10 +1,11 @@
 """Checkpoints of a run: `checkpoints/step_<n>/`, complete or absent, loadable under another layout.
 
-Written by Megatron's dist_checkpointing under a temporary name and renamed when every rank is done; `latest` (a text file
-with the folder's name) is written last. The files are pickle inside: load only what you trust.
+Written by Megatron's dist_checkpointing under a temporary name and renamed when every rank is done; `latest` (a text
+file with the folder's name) is written last. The files are pickle inside: load only what you trust.
 """
 
 import os
+import queue
 import shutil
 import warnings
 from dataclasses import asdict, dataclass
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing import ShardedObject
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer
@@ -56,6 +58,7 @@ def save_checkpoint(
     state: TrainState,
     *,
     phase: str,
+    data_order: tuple[int, int, int],
     config_yaml: str,
     wandb_run_id: str | None,
     keep_last: int,
@@ -79,8 +82,12 @@ def save_checkpoint(
             "config": config_yaml,
             "wandb_run_id": wandb_run_id or "",
             "layout": list(_layout()),
+            "data_order": list(data_order),
         },
     }
+    # Megatron starts a helper process for the queue by which a background save reports: it imports the main module
+    # again, which takes seconds, and outlives a killed trainer. A save in the foreground needs a queue and no process.
+    filesystem_async._results_queue = queue.SimpleQueue()
     dist_checkpointing.save(content, str(unfinished))
     dist.barrier()
     if _is_first():
@@ -107,9 +114,21 @@ def find_checkpoint(folder: Path) -> Path | None:
     return newest
 
 
-def load_checkpoint(path: Path, chunks: list[DistributedDataParallel], optimizer: ChainedOptimizer) -> Loaded:
-    """Fill model and optimizer from `path`, whatever layout wrote it. Raises CheckpointError when keys differ."""
+def load_checkpoint(
+    path: Path, chunks: list[DistributedDataParallel], optimizer: ChainedOptimizer, *, data_order: tuple[int, int, int]
+) -> Loaded:
+    """Fill model and optimizer from `path`, whatever layout wrote it.
+
+    Raises CheckpointError when the keys or the order of the samples (`datasets.data_order`) differ.
+    """
     run = dist_checkpointing.load_common_state_dict(str(path))["run"]
+    if tuple(run["data_order"]) != data_order:
+        num_samples, length, seed = run["data_order"]
+        raise CheckpointError(
+            f"{path} belongs to a run of {num_samples} samples of {length} tokens with seed {seed}; this one has "
+            f"{data_order}, which orders the samples anew. Use training.total_tokens={num_samples * length}, "
+            f"training.seq_length={length} and training.seed={seed}."
+        )
     model = _model_state(chunks)
     content = {**model, "optimizer": optimizer.sharded_state_dict(model, is_loading=True, metadata=OPTIMIZER_METADATA)}
     same_layout = tuple(run["layout"]) == _layout()

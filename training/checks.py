@@ -250,7 +250,7 @@ def _optim(config: TrainConfig) -> Iterator[str]:
             f"optim.lr_warmup_tokens ({training.total_tokens - optim.lr_warmup_tokens})."
         )
     if not wsd and optim.wsd_decay_tokens:
-        yield f"optim.wsd_decay_tokens ({optim.wsd_decay_tokens}) has no effect with optim.schedule=cosine. Set it to 0."
+        yield f"optim.wsd_decay_tokens ({optim.wsd_decay_tokens}) has no effect with optim.schedule=cosine. Set 0."
     if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
         yield f"optim.betas ({optim.betas}) must be two numbers from 0 to below 1."
 
@@ -259,16 +259,18 @@ def _run(config: TrainConfig) -> Iterator[str]:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", config.run.name):
         yield f"run.name ({config.run.name!r}) must be letters, digits, '.', '_' and '-'."
     for key in ("train", "valid"):
-        for prefix, weight in getattr(config.data, key).items():
-            if weight <= 0:
-                yield f"data.{key}[{prefix}] ({weight}) must be a share above 0."
+        for source in getattr(config.data, key):
+            prefix, colon, share = source.rpartition(":")
+            prefix = prefix if colon else share
+            if colon and (not re.fullmatch(r"\d*\.?\d+", share) or float(share) == 0):
+                yield f"data.{key}: the share in {source!r} must be a number above 0, as in {prefix}:0.5."
             if not config.dry_run and not Path(f"{prefix}.idx").is_file():
                 yield (
                     f"data.{key}: {prefix}.idx does not exist. Prepare it with `python -m "
                     "msa_pretrain.scripts.prepare_data`, or correct the prefix."
                 )
     if not config.dry_run and not config.data.train:
-        yield "data.train is empty. Name at least one prepared dataset: data.train={PREFIX: 1.0}."
+        yield "data.train is empty. Name at least one prepared dataset: data.train=[PREFIX]."
 
 
 def _layer_list(key: str, layers: list[int], num_layers: int) -> Iterator[str]:

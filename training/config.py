@@ -1,4 +1,4 @@
-"""The run's configuration and its only door: `load_config` turns a composed Hydra config into a checked `TrainConfig`."""
+"""The run's configuration and its only door: `load_config` makes a checked `TrainConfig` of a composed Hydra config."""
 
 import difflib
 import typing
@@ -34,9 +34,9 @@ class TrainingConfig:
     global_batch_size: int
     total_tokens: int
     warmup_tokens: int
-    """Indexer warm-up budget (dense attention, KL over the full sequence); 40e9 in the paper, written 40_000_000_000."""
+    """Indexer warm-up budget (dense attention, KL over the full sequence); in the paper 40B, written 40_000_000_000."""
     kl_coef: float = 1.0
-    """Lambda of the KL loss. With the detach and Adam it acts only through eps and the clip: tune optim.indexer_lr instead."""
+    """Lambda of the KL loss. With the detach and Adam only eps and the clip feel it: tune optim.indexer_lr instead."""
     seed: int
     deterministic: bool = True
     num_threads: int
@@ -44,7 +44,7 @@ class TrainingConfig:
     precision: Precision
     recompute: Recompute = Recompute.none
     resume: str = "auto"
-    """`auto`: the newest complete checkpoint of this run, if any; `none`: start anew in an empty folder; or a checkpoint folder."""
+    """`auto`: the newest complete checkpoint of this run, if any; `none`: start anew; or a checkpoint folder."""
     eval_every: int
     """Steps between validations; one more at the end and two at the warm-up -> sparse switch. 0: none."""
     eval_samples: int
@@ -72,12 +72,24 @@ class OptimConfig:
 
 @dataclass(kw_only=True)
 class DataConfig:
-    train: dict[str, float]
-    """Prefix of a prepared dataset (PREFIX.bin, .idx, .json) -> its share of the training samples."""
-    valid: dict[str, float]
+    train: list[str]
+    """Prepared datasets: PREFIX (of PREFIX.bin, .idx, .json), or PREFIX:SHARE with its share of the samples."""
+    valid: list[str]
     cache_dir: str
     """Where sample indices are built."""
     num_workers: int = 0
+
+
+def blend(sources: list[str]) -> dict[str, float]:
+    """Prefix -> share of the samples; a source without one has share 1.
+
+    Example: `["/data/web:0.9", "/data/code:0.1"]` gives `{"/data/web": 0.9, "/data/code": 0.1}`.
+    """
+    shares = {}
+    for source in sources:
+        prefix, colon, share = source.rpartition(":")
+        shares[prefix if colon else share] = float(share) if colon else 1.0
+    return shares
 
 
 @dataclass(kw_only=True)
@@ -155,10 +167,9 @@ def load_config(cfg: DictConfig, *, world_size: int | None) -> TrainConfig:
     `world_size` None skips the checks that need the number of processes (a dry run of a large layout on a laptop).
     """
     try:
-        plain = OmegaConf.to_container(cfg, resolve=True)
+        plain: Any = OmegaConf.to_container(cfg, resolve=True)
     except OmegaConfBaseException as err:
         raise ConfigError([f"{err.full_key}: {first_line(err)}"]) from err
-    assert isinstance(plain, dict)
     typed = _blank()
     problems = [*unknown_keys(plain)]
     known = set(leaf_keys(TrainConfig))

@@ -59,7 +59,8 @@ def memory_of_states(spec: ModelSpec, world_size: int) -> dict[str, float]:
     """Bytes of weights, gradients and optimizer states on the fullest pipeline stage.
 
     Weights in the training precision, gradients in fp32; Adam's moments (and fp32 main weights under bf16) are sharded
-    over the ranks that hold copies: all data-parallel ranks for dense parameters, fewer by `parallel.expert` for experts.
+    over the ranks that hold copies: all data-parallel ranks for dense parameters, fewer by `parallel.expert` for
+    experts.
     """
     data_parallel = world_size // spec.parallel.pipeline
     copies = data_parallel // spec.parallel.expert
@@ -78,7 +79,7 @@ def memory_of_states(spec: ModelSpec, world_size: int) -> dict[str, float]:
 
 
 def stage_layers(spec: ModelSpec) -> list[list[int | str]]:
-    """What each pipeline stage holds: 0-based layers, 'embedding', 'head'. Virtual stages of a stage are put together."""
+    """What each pipeline stage holds, its virtual stages together: 0-based layers, 'embedding', 'head'."""
     parallel, num_layers = spec.parallel, spec.model.num_layers
     chunks = parallel.pipeline * parallel.virtual_pipeline
     assert splits_evenly(num_layers, parallel.pipeline, parallel.virtual_pipeline)
@@ -91,7 +92,8 @@ def stage_layers(spec: ModelSpec) -> list[list[int | str]]:
     else:
         size = len(slots) // chunks
         split = [slots[i * size : (i + 1) * size] for i in range(chunks)]
-    return [sum(split[stage :: parallel.pipeline], []) for stage in range(parallel.pipeline)]
+    stages = (split[stage :: parallel.pipeline] for stage in range(parallel.pipeline))
+    return [[slot for chunk in stage for slot in chunk] for stage in stages]
 
 
 def _stage(spec: ModelSpec, slots: list[int | str]) -> tuple[int, int]:

@@ -12,7 +12,6 @@ from ..kernels import SelectionQuality, skill
 from ..model.config import ModelSpec, Phase
 from .step import StepPlan, StepSums, run_micro_batches
 
-
 # Measures that are logged for training rows alone.
 TRAINING_ONLY = ("entropy", "local_fraction", "sink_fraction")
 

@@ -1,4 +1,4 @@
-"""AdamW on Megatron's distributed optimizer: two groups with their own rate, decay and clip; rates by consumed tokens."""
+"""AdamW on Megatron's distributed optimizer: two groups with a rate, decay and clip each; rates by consumed tokens."""
 
 import math
 from dataclasses import dataclass
@@ -25,8 +25,8 @@ from ..model.config import ModelSpec, Precision
 from ..model.mcore import DTYPES
 from .config import OptimConfig, Schedule, TrainingConfig
 
-# Megatron tells parameter groups of a checkpoint apart by a few keys, `lr_mult` among them, and by nothing of ours: without
-# a value of its own there, a loaded backbone group takes the index group's rate. The learning rate ignores it.
+# Megatron tells parameter groups of a checkpoint apart by a few keys, `lr_mult` among them, and by nothing of ours:
+# without a value of its own there, a loaded backbone group takes the index group's rate. The rate itself ignores it.
 INDEXER_TAG, FP32_TAG = 2.0, 3.0
 CLIP_GROUPS = ("backbone", "indexer")
 
@@ -107,9 +107,8 @@ def build_optimizer(chunks: list[DistributedDataParallel], spec: ModelSpec, opti
     }
     optimizer = get_megatron_optimizer(config, chunks, config_overrides=overrides)
     for part in optimizer.chained_optimizers:
-        if type(part) is DistributedOptimizer and not part.is_stub_optimizer:
-            if isinstance(part.optimizer, torch.optim.AdamW):
-                part.__class__ = TorchAdamDistributedOptimizer
+        if not part.is_stub_optimizer and isinstance(part.optimizer, torch.optim.AdamW):
+            part.__class__ = TorchAdamDistributedOptimizer
     return optimizer
 
 

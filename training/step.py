@@ -1,4 +1,4 @@
-"""One step: forward and backward over the step's micro-batches through Megatron's schedules, and what they add up to."""
+"""One step: forward and backward over its micro-batches through Megatron's schedules, and what they add up to."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -9,7 +9,6 @@ import torch
 from megatron.core import parallel_state
 from torch import nn
 
-from ..data.dataset import build_dataset, source_uses
 from ..data.loader import TrainingStream
 from ..data.packing import PackedBatch
 from ..model.config import Phase
@@ -19,6 +18,7 @@ from .balance import balance_experts
 from .checkpoint import TrainState, find_checkpoint, load_checkpoint, save_checkpoint
 from .config import TrainConfig, to_dict
 from .console import ProgressLine
+from .datasets import build_datasets, data_order
 from .evaluation import evaluate, evaluation_metrics, indexer_metrics
 from .optim import LearningRates, build_optimizer, clip_and_step, wrap_with_ddp
 from .phases import phase_at
@@ -30,6 +30,11 @@ logger = logging.getLogger(__name__)
 
 # Dense bf16 matrix rate without sparsity, TFLOP/s, from the vendor's data sheets.
 PEAK_TFLOPS = {"H100": 989.5, "H200": 989.5, "B200": 2250.0, "A100": 312.0}
+
+
+def peak_tflops(gpu: str) -> float | None:
+    """Peak of a GPU by the name that torch reports; None for one that is not in the table."""
+    return next((peak for model, peak in PEAK_TFLOPS.items() if model in gpu), None)
 
 
 class Trainer:
@@ -45,15 +50,16 @@ class Trainer:
         if config.training.deterministic:
             torch.use_deterministic_algorithms(True)
             # its default also fills every new tensor, which costs 7% here and only shows reads of unwritten memory
-            torch.utils.deterministic.fill_uninitialized_memory = False
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # no stub
         self.chunks = wrap_with_ddp(list(build_model(self.spec, config.training.seq_length)))
         self.optimizer = build_optimizer(self.chunks, self.spec, config.optim)
         self.rates = LearningRates(self.optimizer, config.optim, config.training)
         self.dp_rank = parallel_state.get_data_parallel_rank()
         self.dp_size = parallel_state.get_data_parallel_world_size()
         self.state, self.wandb_run_id = self._resume()
-        self.train_data, self.valid_data = self._build_data()
+        self.train_data, self.valid_data = build_datasets(config)
         self.is_first = torch.distributed.get_rank() == 0
+        self._step_s: float | None = None  # running mean, for the time left
         self.metrics: MetricsWriter | None = self._build_metrics() if self.is_first else None
         self.console = ProgressLine(config.total_steps, num_gpus=torch.distributed.get_world_size())
 
@@ -94,6 +100,7 @@ class Trainer:
             self.optimizer,
             self.state,
             phase=self._phase().name,
+            data_order=data_order(self.config),
             config_yaml=self.folder.config_yaml,
             wandb_run_id=self.wandb_run_id,
             keep_last=self.config.checkpoint.keep_last,
@@ -145,17 +152,18 @@ class Trainer:
         lengths = [row[1] for batch in batches for row in batch.segments.rows]
         # this rank's documents stand for those of every data-parallel rank; pipeline stages share them
         tflops = step_flops(self.spec, lengths, phase) * self.dp_size / world / seconds / 1e12
+        self._step_s = seconds if self._step_s is None else 0.9 * self._step_s + 0.1 * seconds
         steps_left = self.config.total_steps - self.state.step
         values = {
             "perf/step_s": seconds,
             "perf/tokens_per_s_per_gpu": self.config.tokens_per_step / seconds / world,
             "perf/tflops_per_gpu": tflops,
-            "perf/time_left_s": steps_left * seconds,
+            "perf/time_left_s": steps_left * self._step_s,
         }
         if torch.cuda.is_available():
             values["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-            name = torch.cuda.get_device_name()
-            values |= {"perf/mfu": tflops / peak for model, peak in PEAK_TFLOPS.items() if model in name}
+            peak = peak_tflops(torch.cuda.get_device_name())
+            values |= {"perf/mfu": tflops / peak} if peak else {}
         return values
 
     def _validate(self, phase: Phase) -> dict[str, float]:
@@ -211,27 +219,9 @@ class Trainer:
             path = Path(resume)
         if path is None:
             return TrainState(), None
-        loaded = load_checkpoint(path, self.chunks, self.optimizer)
+        loaded = load_checkpoint(path, self.chunks, self.optimizer, data_order=data_order(self.config))
         logger.info("continuing from %s: step %d", path, loaded.state.step)
         return loaded.state, loaded.wandb_run_id
-
-    def _build_data(self) -> tuple[Any, Any]:
-        config = self.config
-        training, common = config.training, dict(seed=config.training.seed, cache_dir=config.data.cache_dir)
-        common |= dict(seq_length=training.seq_length)
-        num_samples = training.total_tokens // training.seq_length
-        train = build_dataset(config.data.train, num_samples=num_samples, split_name="train", **common)
-        for use in source_uses(config.data.train, num_samples=num_samples, seq_length=training.seq_length):
-            logger.info(
-                "data %s: %.1f samples, %.3f epochs (share %.3f)",
-                use.prefix,
-                use.num_samples,
-                use.num_epochs,
-                use.share,
-            )
-        if not training.eval_samples:
-            return train, None
-        return train, build_dataset(config.data.valid, num_samples=training.eval_samples, split_name="valid", **common)
 
     def _build_metrics(self) -> MetricsWriter:
         config = self.config

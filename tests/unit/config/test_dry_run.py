@@ -20,7 +20,7 @@ def test_every_experiment_passes(config_of, experiment):
 
 def test_counts_of_the_mission(config_of):
     counts = count_parameters(config_of(experiment="msa_pt_230b", world_size=None).spec)
-    # one layer: QKV and output 3072 x (2 x 48 + 2 x 8) x 128, full-vector norms (48 + 8) x 128, router, experts, two norms
+    # QKV and output 3072 x (2 x 48 + 2 x 8) x 128, full-vector norms (48 + 8) x 128; then router, experts, two norms
     attention = 3072 * 112 * 128 + 56 * 128
     layer = attention + 256 * 3072 + 256 * 3 * 3072 * 1536 + 2 * 3072
     assert counts.backbone == 62 * layer + 2 * 200064 * 3072 + 3072 == 228_689_748_992
@@ -52,7 +52,7 @@ def test_stages_hold_every_layer_once(config_of):
     # 62 layers over 8 stages: the embedding and the head take one slot each
     assert [len(stage) for stage in stages] == [8] * 8
     assert stages[0] == ["embedding", *range(7)] and stages[-1] == [*range(55, 62), "head"]
-    assert sum(stages, []) == ["embedding", *range(62), "head"]
+    assert [slot for stage in stages for slot in stage] == ["embedding", *range(62), "head"]
     virtual = stage_layers(config_of("parallel.pipeline=2", "parallel.virtual_pipeline=2", world_size=None).spec)
     assert virtual == [["embedding", 0, 2], [1, 3, "head"]]
 
@@ -60,8 +60,7 @@ def test_stages_hold_every_layer_once(config_of):
 def test_memory_of_states(config_of):
     spec = config_of(experiment="msa_pt_230b", world_size=None).spec
     memory = memory_of_states(spec, 512)
-    # a middle stage has 8 layers, the outer ones 7 and an embedding or head: 614.6M parameters, less than 8/256 of a
-    # layer's experts plus its attention are worth? compare by hand
+    # a middle stage has 8 layers, the outer ones 7 and an embedding or head of 614.6M parameters
     dense_layer = 3072 * 112 * 128 + 56 * 128 + 256 * 3072 + 2 * 3072 + 3_539_200
     experts_layer = 256 * 3 * 3072 * 1536 // 32
     middle = 8 * dense_layer, 8 * experts_layer

@@ -5,7 +5,7 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 from msa_pretrain.model.config import Precision, QKNorm
-from msa_pretrain.training.config import ConfigError, check_overrides, load_config, to_dict, to_yaml
+from msa_pretrain.training.config import ConfigError, blend, check_overrides, load_config, to_dict, to_yaml
 
 # (overrides, what the message must say)
 BAD = {
@@ -72,6 +72,11 @@ BAD = {
     "negative decay": (["optim.weight_decay=-1"], "optim.weight_decay (-1.0) must be at least 0."),
     "zero learning rate": (["optim.lr=0"], "optim.lr (0.0) must be above 0."),
     "evaluation without samples": (["training.eval_samples=0"], "training.eval_every (40) needs training.eval_samples"),
+    "share": (
+        ["data.train=[/data/web:lots]"],
+        "data.train: the share in '/data/web:lots' must be a number above 0, as",
+    ),
+    "zero share": (["data.train=[/data/web:0]"], "data.train: the share in '/data/web:0' must be a number above 0, as"),
     "run name": (["run.name=a/b"], "run.name ('a/b') must be letters, digits"),
     "resume": (
         ["training.resume=nowhere"],
@@ -116,7 +121,7 @@ def test_typos_on_the_command_line_are_refused_before_hydra_suggests_a_plus(over
 def test_token_budgets_keep_their_digits(config_of):
     config = config_of("training.warmup_tokens=40_000_000_000", experiment="msa_pt_230b", world_size=None)
     assert config.training.warmup_tokens == 40_000_000_000
-    with pytest.raises(ConfigError, match="training.warmup_tokens: Value '40000000000.0' of type 'float'"):
+    with pytest.raises(ConfigError, match=r"training.warmup_tokens: Value '40000000000.0' of type 'float'"):
         config_of("training.warmup_tokens=40e9", experiment="msa_pt_230b", world_size=None)
 
 
@@ -140,6 +145,12 @@ def test_saved_yaml_loads_back_to_the_same_config(config_of):
     again = load_config(OmegaConf.create(to_yaml(to_dict(config))), world_size=1)
     assert again == config
     assert again.training.precision is Precision.fp32 and again.model.qk_norm is QKNorm.per_head
+
+
+def test_blends_are_lists_so_that_the_command_line_replaces_them(config_of):
+    config = config_of("data.train=[/data/web:0.9,/data/code:.1]", "data.valid=[/data/held_out]")
+    assert blend(config.data.train) == {"/data/web": 0.9, "/data/code": 0.1}
+    assert blend(config.data.valid) == {"/data/held_out": 1.0}
 
 
 def test_layout_checks_need_the_world_size(config_of):

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from msa_pretrain.data.dataset import build_dataset
 from msa_pretrain.data.prepare import write_indexed_dataset
 

@@ -1,6 +1,7 @@
 from pathlib import Path
 
 import pytest
+
 from msa_pretrain.data import corpus
 from msa_pretrain.data.corpus import list_corpus, read_corpus, stdlib_root
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from msa_pretrain.data import dataset as dataset_module
 from msa_pretrain.data.dataset import (
     blend_surplus,

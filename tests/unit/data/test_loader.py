@@ -3,6 +3,7 @@ import os
 import signal
 
 import pytest
+
 from msa_pretrain.data.loader import DataExhaustedError, TrainingStream, batch_indices, evaluation_batches
 
 

@@ -2,6 +2,7 @@ import pickle
 
 import pytest
 import torch
+
 from msa_pretrain.data.dataset import Sample
 from msa_pretrain.data.packing import collate
 

@@ -4,6 +4,7 @@ import sys
 
 import numpy as np
 import pytest
+
 from msa_pretrain.data import corpus
 from msa_pretrain.data.prepare import (
     bin_path,

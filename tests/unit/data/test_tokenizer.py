@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+
 from msa_pretrain.data.tokenizer import ByteTokenizer, load_tokenizer
 
 

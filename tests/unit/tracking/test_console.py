@@ -4,6 +4,7 @@ import io
 import re
 
 import pytest
+
 from msa_pretrain.training.console import ProgressLine, format_count, format_duration
 
 

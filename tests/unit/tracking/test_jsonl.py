@@ -4,6 +4,7 @@ import json
 import math
 
 import pytest
+
 from msa_pretrain.training.sinks import JsonlSink, MetricsWriter, read_metrics
 
 

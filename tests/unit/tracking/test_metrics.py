@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from msa_pretrain.training.metrics import REGISTRY, Reduction, check_values, find_metric, names_by_reduction
 
 

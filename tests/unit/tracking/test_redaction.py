@@ -1,6 +1,7 @@
 """Secrets go, everything else stays. The samples are made up; they only look like the real thing."""
 
 import pytest
+
 from msa_pretrain.training.sinks import redact
 
 ALNUM = "aB3dE5gH7jK9mN1pQ2rS4tU6vW8xY0zA1b"

@@ -6,6 +6,7 @@ import re
 import xml.etree.ElementTree as ElementTree
 
 import pytest
+
 from msa_pretrain.scripts.report import main
 from msa_pretrain.training.figures import build_plots, thin, tick_text
 from msa_pretrain.training.report import write_report

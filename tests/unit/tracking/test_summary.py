@@ -4,6 +4,7 @@ import json
 import math
 
 import pytest
+
 from msa_pretrain.training.console import format_summary
 from msa_pretrain.training.summary import History, PhaseChange, summarize, summarize_run
 

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from msa_pretrain.training.sinks import JsonlSink, MetricsWriter, WandbSink, read_metrics
 from msa_pretrain.training.wandb_sink import has_login
 

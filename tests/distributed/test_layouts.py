@@ -1,0 +1,191 @@
+"""Launching a run differently changes nothing: layouts, restarts and the layout a checkpoint is loaded under.
+
+Seven jobs walk through all runs (walker.py); the tests below read what the ranks saw.
+"""
+
+import pytest
+import torch
+from megatron.core import dist_checkpointing
+from walker import Run
+
+from msa_pretrain.model.parallel import distributed
+
+P = "parallel."
+LAYOUTS = {
+    "dp2": [],
+    "ep2_alltoall": [P + "expert=2"],
+    "ep2_allgather": [P + "expert=2", P + "dispatcher=allgather"],
+    "pp2": [P + "pipeline=2"],
+    "pp2_vpp2": [P + "pipeline=2", P + "virtual_pipeline=2"],
+}
+ALONE = {
+    "micro_batch_2": ["training.micro_batch_size=2"],
+    "full_recompute": ["training.recompute=full"],
+}
+RESUMED = {"dp2": [], "pp2": LAYOUTS["pp2"], "ep2": LAYOUTS["ep2_alltoall"]}
+# name -> (warm-up steps, step of the checkpoint): inside the warm-up, exactly at the switch, before the first step
+CUTS = {"inside_warmup": (7, 5), "at_the_switch": (5, 5), "at_step_0": (5, 0)}
+
+
+@pytest.fixture(scope="session")
+def walked(launcher):
+    """All jobs, once."""
+    long = dict(steps=20, warmup_steps=10)
+    launcher.launch(
+        1,
+        [
+            Run("one", **long),
+            *(Run(name, overrides, **long) for name, overrides in ALONE.items()),
+            Run("whole_5", warmup_steps=5, save_at=[5]),
+            Run("whole_7", warmup_steps=7),
+        ],
+        torchrun=False,
+    )
+    # every run goes on past its checkpoint before it ends, and the last takes its job down with it
+    cut = [
+        Run(f"{name}_cut", [], name, warmup_steps=warmup, save_at=[at], stop_before=at + 3, kill=name == list(CUTS)[-1])
+        for name, (warmup, at) in CUTS.items()
+    ]
+    launcher.launch(1, cut, torchrun=False, killed=True)
+    launcher.launch(
+        2,
+        [
+            *(Run(name, overrides, **long) for name, overrides in LAYOUTS.items()),
+            *(Run(f"{name}_whole", overrides) for name, overrides in RESUMED.items()),
+        ],
+    )
+    cut = [
+        Run(f"{name}_cut", overrides, f"{name}_resumed", save_at=[5], stop_before=8, kill=name == list(RESUMED)[-1])
+        for name, overrides in RESUMED.items()
+    ]
+    launcher.launch(2, cut, killed=True)
+    checkpoint = {name: str(launcher.checkpoint(f"{name}_resumed", 5)) for name in RESUMED}
+    loaded = dict(save_at=[5], stop_before=6)
+    launcher.launch(
+        2,
+        [
+            *(Run(f"{name}_resumed", overrides) for name, overrides in RESUMED.items()),
+            Run("ep2_to_dp2", [], load=checkpoint["ep2"], **loaded),
+            Run("dp2_to_ep2", RESUMED["ep2"], load=checkpoint["dp2"], **loaded),
+            Run("dp2_to_pp2", RESUMED["pp2"], load=checkpoint["dp2"], **loaded),
+        ],
+    )
+    launcher.launch(
+        1,
+        [
+            *(Run(name, warmup_steps=warmup) for name, (warmup, _) in CUTS.items()),
+            *(Run(f"{name}_to_one", load=checkpoint[name], **loaded) for name in RESUMED),
+        ],
+        torchrun=False,
+    )
+    launcher.launch(1, [Run("torchrun_whole_5")])
+    return launcher
+
+
+def choices(launcher, name, ranks):
+    """All ranks' decisions: {step/where/document/position: [chosen, margin]}."""
+    return {key: value for rank in range(ranks) for key, value in launcher.seen(name, rank)["decisions"].items()}
+
+
+@pytest.mark.parametrize("name", [*LAYOUTS, *ALONE])
+def test_series_equal_those_of_one_process(walked, name):
+    """LM loss, KL, both gradient norms, rates, loads and recall over 20 steps of both phases, to 1e-5."""
+    ours, reference = walked.seen(name)["series"], walked.seen("one")["series"]
+    taken, expected = choices(walked, name, 2 if name in LAYOUTS else 1), choices(walked, "one", 1)
+    assert len(expected) == 20 * 3 * 80 + 10 * 4 * 80 and set(taken) == set(expected)
+    flips = [key for key, (chosen, _) in taken.items() if sorted(chosen) != sorted(expected[key][0])]
+    assert all(expected[key][1] < 1e-6 for key in flips), flips
+    first_flip = min((int(key.split("/")[0]) for key in flips), default=21)
+    print(f"{name}: {len(flips)} flips")
+    assert [row["step"] for row in ours] == list(range(1, 21))
+    assert {row["train/phase"] for row in ours} == {"warmup", "sparse"}
+    worst = {}
+    for row, wanted in zip(ours, reference, strict=True):
+        if row["step"] > first_flip:
+            break
+        assert set(row) == set(wanted)
+        for key, value in wanted.items():
+            if isinstance(value, str):
+                assert row[key] == value
+            else:
+                worst[key] = max(worst.get(key, 0.0), abs(row[key] - value) / max(abs(value), 1e-12))
+    # measured: 5e-7 at most, no flip
+    assert max(worst.values()) <= 1e-5, worst
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_one_process_killed_and_resumed_is_bit_for_bit_uninterrupted(walked, name):
+    resumed, whole = walked.seen(name), walked.seen(f"whole_{CUTS[name][0]}")
+    assert_same_state(resumed, whole, first_step=CUTS[name][1] + 1)
+
+
+@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_two_processes_killed_and_resumed_are_bit_for_bit_uninterrupted(walked, name, rank):
+    assert_same_state(walked.seen(f"{name}_resumed", rank), walked.seen(f"{name}_whole", rank), first_step=6)
+
+
+def assert_same_state(resumed, whole, first_step):
+    assert resumed["digests"] == whole["digests"]
+    assert resumed["steps"] == whole["steps"] == [10.0]
+    kept = [row for row in whole["series"] if row["step"] >= first_step]
+    assert resumed["series"] == kept
+    assert {key: value for key, value in whole["decisions"].items() if int(key.split("/")[0]) >= first_step} == resumed[
+        "decisions"
+    ]
+    # the steps that the killed job had logged past its checkpoint appear once
+    assert resumed["metrics"] == list(range(1, 11))
+
+
+def test_torchrun_and_plain_python_give_the_same_bits(walked):
+    assert walked.seen("torchrun_whole_5")["digests"] == walked.seen("whole_5")["digests"]
+    assert walked.seen("torchrun_whole_5")["series"] == walked.seen("whole_5")["series"]
+
+
+@pytest.mark.parametrize(
+    "source, target",
+    [
+        ("ep2", "ep2_to_dp2"),
+        ("dp2", "dp2_to_ep2"),
+        ("dp2", "dp2_to_pp2"),
+        ("pp2", "pp2_to_one"),
+        ("dp2", "dp2_to_one"),
+        ("ep2", "ep2_to_one"),
+    ],
+)
+def test_a_checkpoint_loads_under_another_layout(walked, source, target):
+    """Weights and both moments element by element: what the new layout writes is what the old one wrote."""
+    with distributed():
+        before = dist_checkpointing.load_plain_tensors(str(walked.checkpoint(f"{source}_resumed", 5)))
+        after = dist_checkpointing.load_plain_tensors(str(walked.checkpoint(target, 5)))
+    before, after = tensors(before), tensors(after)
+    assert set(before) == set(after)
+    weights = {key for key in before if key.startswith("model.")}
+    for kind in ("exp_avg", "exp_avg_sq", "fp32_param"):
+        assert any(kind in key for key in before), sorted(before)[:3]
+    assert any("experts.down_proj" in key for key in weights)
+    for key, value in before.items():
+        assert torch.equal(value, after[key]), key
+
+
+def tensors(state):
+    found = {}
+
+    def visit(node, path):
+        if isinstance(node, dict):
+            for key, value in node.items():
+                visit(value, f"{path}.{key}" if path else str(key))
+        elif isinstance(node, torch.Tensor):
+            found[path] = node
+
+    visit(state, "")
+    return found
+
+
+def test_experts_are_kept_by_global_id(walked):
+    """Field case T3.6: four experts over two ranks are four different entries."""
+    with distributed():
+        state = tensors(dist_checkpointing.load_plain_tensors(str(walked.checkpoint("ep2_resumed", 5))))
+    experts = state["model.decoder.layers.1.mlp.experts.down_proj"]
+    assert experts.shape == (4, 24, 16)
+    assert len({tuple(expert.flatten()[:4].tolist()) for expert in experts}) == 4

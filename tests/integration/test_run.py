@@ -1,0 +1,182 @@
+"""The command a user types, from config to report, on a tiny model and real text."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from msa_pretrain.data.prepare import prepare_builtin_corpus
+from msa_pretrain.training.sinks import read_metrics
+
+SECRET = "hf_abcdefghijklmnopqrstuvwx"
+COMMAND = [
+    sys.executable,
+    "-m",
+    "msa_pretrain.scripts.pretrain",
+    "experiment=cpu_smoke",
+    "run.name=tiny",
+    "model.num_layers=2",
+    "model.hidden_size=32",
+    "model.num_query_heads=4",
+    "model.head_dim=8",
+    "model.rotary_dim=4",
+    "attention.index_dim=8",
+    "attention.top_k=2",
+    "moe.num_experts=4",
+    "moe.expert_hidden_size=32",
+    "moe.dense_hidden_size=32",
+    "training.seq_length=64",
+    "training.total_tokens=5120",
+    "training.warmup_tokens=2560",
+    "training.eval_every=10",
+    "training.eval_samples=4",
+    "training.num_threads=1",
+    "optim.lr=1e-2",
+    "optim.min_lr=1e-3",
+    "optim.lr_warmup_tokens=512",
+    "checkpoint.every_steps=10",
+    "tracking.wandb=offline",
+    f"tracking.project={SECRET}",
+]
+
+
+def run(folder, *overrides, check=True):
+    done = subprocess.run([*COMMAND, *overrides], cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    if check and done.returncode:
+        raise AssertionError(done.stdout[-2000:] + done.stderr[-4000:])
+    return done
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    prepare_builtin_corpus(folder / "runs" / "data" / "builtin", max_bytes=400_000)
+    return folder, run(folder)
+
+
+def test_the_folder_of_a_run(finished):
+    folder, _ = finished
+    path = folder / "runs" / "tiny"
+    assert {item.name for item in path.iterdir()} == {
+        "config.yaml",
+        "overrides.txt",
+        "versions.json",
+        "metrics.jsonl",
+        "wandb",
+        "logs",
+        "checkpoints",
+        "report.html",
+    }
+    assert (path / "checkpoints" / "latest").read_text() == "step_20\n"
+    assert {item.name for item in (path / "checkpoints").iterdir()} == {"latest", "step_10", "step_20"}
+    assert "total_tokens: 5120" in (path / "config.yaml").read_text()
+    assert "training.total_tokens=5120" in (path / "overrides.txt").read_text().splitlines()
+    assert json.loads((path / "versions.json").read_text())["megatron-core"] == "0.16.1"
+    assert "finished in" in (path / "logs" / "rank_0.log").read_text()
+    assert {item.name for item in folder.iterdir()} == {"runs"}  # nothing of Hydra's
+
+
+def test_the_metrics_of_a_run(finished):
+    folder, _ = finished
+    records = read_metrics(folder / "runs" / "tiny" / "metrics.jsonl")
+    steps = [record for record in records if "train/lm_loss" in record]
+    assert [record["step"] for record in steps] == list(range(1, 21))
+    assert [record["train/phase"] for record in steps] == ["warmup"] * 10 + ["sparse"] * 10
+    assert [record["consumed_tokens"] for record in steps] == list(range(256, 5121, 256))
+    assert steps[-1]["train/lm_loss"] < 0.8 * steps[0]["train/lm_loss"]
+    first = steps[0]
+    assert first["indexer/kl"] == pytest.approx((first["indexer/kl/layer_0"] + first["indexer/kl/layer_1"]) / 2)
+    weighted = first["indexer/kl/layer_0"] + first["indexer/kl/layer_1"]
+    assert first["train/loss"] == pytest.approx(first["train/lm_loss"] + weighted)
+    assert first["indexer/kl_share_of_loss"] == pytest.approx(weighted / first["train/loss"])
+    measured = [record["step"] for record in steps if "indexer/score_recall" in record]
+    assert measured == [10, 20]
+    validated = [record["step"] for record in records if "eval/valid/lm_loss" in record]
+    assert validated == [0, 10, 10, 20]  # step 10: in the warm-up as scheduled, and at the switch in both phases
+    switch = next(record for record in records if "eval/valid/lm_loss_sparse" in record)
+    assert switch["step"] == 10 and switch["eval/valid/lm_loss_warmup"] == switch["eval/valid/lm_loss"]
+
+
+def test_what_a_user_sees(finished):
+    _, done = finished
+    lines = done.stdout.splitlines()
+    progress = [line for line in lines if line.startswith("step ")]
+    assert len(progress) == 20
+    assert re.match(r"step  1/20  warmup +256 tokens  lm loss 5\.\d+  KL 0\.\d+ .*tokens/s  \d+s left", progress[0]), (
+        progress[0]
+    )
+    table = "\n".join(lines)
+    for label in ("train LM loss", "valid LM loss", "at the switch", "block recall", "score recall", "captured"):
+        assert label in table
+    assert lines[-1] == "report: runs/tiny/report.html"
+
+
+def test_secrets_reach_no_file(finished):
+    folder, _ = finished
+    leaks = [
+        path
+        for path in (folder / "runs" / "tiny").rglob("*")
+        if path.is_file() and SECRET.encode() in path.read_bytes() and "wandb" not in path.parts
+    ]
+    assert leaks == []
+    assert "project: <redacted>" in (folder / "runs" / "tiny" / "config.yaml").read_text()
+
+
+def test_a_finished_run_started_again_only_reports(finished):
+    folder, first = finished
+    runs_before = sorted(path.name for path in (folder / "runs" / "tiny" / "wandb").glob("offline-run-*"))
+    again = run(folder)
+    assert not [line for line in again.stdout.splitlines() if line.startswith("step ")]
+    assert again.stdout.splitlines()[-1] == first.stdout.splitlines()[-1]
+    # the W&B run goes on under the id that the checkpoint holds
+    ids = {path.name.rsplit("-", 1)[1] for path in (folder / "runs" / "tiny" / "wandb").glob("offline-run-*")}
+    assert len(ids) == 1 and len(runs_before) == 1
+
+
+def test_starting_anew_in_the_folder_of_a_run_is_refused(finished):
+    folder, _ = finished
+    done = run(folder, "training.resume=none", check=False)
+    assert done.returncode != 0
+    assert "runs/tiny holds a run already. Choose another run.name, or training.resume=auto" in done.stderr
+
+
+def test_another_length_would_reorder_the_data_and_is_refused(finished):
+    folder, _ = finished
+    done = run(folder, "training.total_tokens=10240", check=False)
+    assert done.returncode != 0
+    assert "belongs to a run of 80 samples of 64 tokens with seed 1234" in done.stderr
+    assert "Use training.total_tokens=5120, training.seq_length=64 and training.seed=1234." in done.stderr
+
+
+def test_a_torn_checkpoint_is_passed_over_and_named(finished, tmp_path):
+    import shutil
+
+    folder, _ = finished
+    shutil.copytree(folder / "runs", tmp_path / "runs")
+    (tmp_path / "runs" / "tiny" / "checkpoints" / "step_20" / ".metadata").unlink()
+    done = run(tmp_path)
+    assert "step_20 is not a complete checkpoint; continuing from step_10." in done.stderr
+    steps = [line.split("/")[0] for line in done.stdout.splitlines() if line.startswith("step ")]
+    assert [int(step.removeprefix("step ")) for step in steps] == list(range(11, 21))
+    records = read_metrics(tmp_path / "runs" / "tiny" / "metrics.jsonl")
+    before = read_metrics(folder / "runs" / "tiny" / "metrics.jsonl")
+
+    def losses(found):
+        return [(record["step"], record["train/lm_loss"]) for record in found if "train/lm_loss" in record]
+
+    assert losses(records) == losses(before)
+
+
+def test_a_model_that_does_not_fit_the_checkpoint_is_named(finished):
+    folder, _ = finished
+    done = run(folder, "moe.shared_hidden_size=8", check=False)
+    assert done.returncode != 0 and "does not fit the model" in done.stderr
+    assert "shared_experts" in done.stderr
+
+
+def test_a_small_vocabulary_is_refused(finished):
+    folder, _ = finished
+    done = run(folder, "run.name=other", "model.vocab_size=100", check=False)
+    assert "model.vocab_size (100) is smaller than the vocabulary of runs/data/builtin/train (257)." in done.stderr
