@@ -81,9 +81,13 @@ def dense_indexer_kl(
     As `sparse_indexer_kl`, with the lse of the `dense_attention` call that the teacher comes from.
     """
     op = "dense_indexer_kl"
-    check_backend(op, backend, BACKENDS)
+    check_backend(op, backend, ("reference", "triton"))
     scale = _check_inputs(op, index_query, index_key, query, key, lse, segments, softmax_scale)
     with torch.autocast(index_query.device.type, enabled=False):
+        if backend == "triton":
+            from .dense_launch import dense_indexer_kl_triton
+
+            return dense_indexer_kl_triton(index_query, index_key, query, key, lse, segments, softmax_scale=scale)
         return indexer_kl_reference(
             index_query, index_key, query, key, lse, None, segments, block_size=1, softmax_scale=scale
         )

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from msa_pretrain.kernels import Segments, raise_if_not_finite, select_blocks
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from msa_pretrain.kernels import Segments, raise_if_not_finite, select_blocks
 
 LENGTHS = [1, 15, 16, 17, 0, 127, 128, 129]
 BORDERS = [sum(LENGTHS[:j]) for j in range(len(LENGTHS) + 1)]
