@@ -269,7 +269,7 @@ def test_index_in_fp32_beside_a_bf16_main_branch(make_inputs, kind):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"backend": "triton"}, r"backend 'triton' does not exist for this op\. Use one of: reference"),
+        ({"backend": "pallas"}, r"backend 'pallas' does not exist for this op\. Use one of: reference"),
         ({"index_key": torch.zeros(6, 5).half()}, r"index_key is torch.float16 but index_query is torch.float32"),
         ({"key": torch.zeros(6, 2, 8).half()}, r"key is torch.float16 but query is torch.float32"),
         ({"lse": torch.zeros(6, 4, device="meta")}, r"lse is on meta but index_query is on cpu"),
