@@ -7,7 +7,7 @@ PIP := $(BIN)/pip --disable-pip-version-check install --quiet
 # A Python that has torch keeps it: the environment sees it. Otherwise torch is installed, from TORCH_INDEX_URL when set.
 HAS_TORCH := $(shell $(PYTHON) -c 'import torch' 2>/dev/null && echo yes)
 
-.PHONY: pretrain test test-slow lint dry-run clean
+.PHONY: pretrain test test-slow lint dry-run megatron-next clean
 
 pretrain: $(VENV)/.runtime
 	$(BIN)/python -m msa_pretrain.scripts.prepare_data --corpus builtin --output runs/data/builtin
@@ -42,6 +42,13 @@ $(VENV)/.runtime: pyproject.toml constraints.txt | $(VENV)/.torch
 $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/.torch
 	$(PIP) -c constraints.txt -e '.[dev]'
 	touch $@ $(VENV)/.runtime
+
+# The newest megatron-core in an environment of its own: a fault that is gone there names a remedy that can go here.
+megatron-next:
+	$(MAKE) VENV=.venv-next .venv-next/.dev
+	.venv-next/bin/pip --disable-pip-version-check install --quiet --upgrade --no-deps megatron-core
+	.venv-next/bin/pip list | grep -i megatron-core
+	-.venv-next/bin/pytest -m megatron_fault -q
 
 clean:
 	rm -rf $(VENV)

@@ -8,6 +8,7 @@ under another layout and sees the same data in the same steps.
 import signal
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch.utils.data import DataLoader, Dataset
 
 from .dataset import Sample
@@ -70,6 +71,8 @@ class TrainingStream:
             collate_fn=collate,
             num_workers=num_workers,
             worker_init_fn=_ignore_sigterm if num_workers else None,
+            # its own: torch draws the workers' seeds from the global generator otherwise, once more after each restart
+            generator=torch.Generator(),
         )
         self._batches: Iterator[PackedBatch] | None = iter(loader)
 

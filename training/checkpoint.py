@@ -15,7 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing import ShardedObject
+from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.distributed import DistributedDataParallel
@@ -130,20 +132,15 @@ def load_checkpoint(
             f"training.seq_length={length} and training.seed={seed}."
         )
     model = _model_state(chunks)
+    _check_weights(path, model)
     content = {**model, "optimizer": optimizer.sharded_state_dict(model, is_loading=True, metadata=OPTIMIZER_METADATA)}
     same_layout = tuple(run["layout"]) == _layout()
     if same_layout:
         content[RNG_KEY] = _rng_state()
-    loaded, missing, unexpected = dist_checkpointing.load(content, str(path), strict=StrictHandling.RETURN_ALL)
-    missing = {key for key in missing if not key.startswith(RNG_KEY)}
-    if missing or unexpected:
-        raise CheckpointError(
-            f"{path} does not fit the model: the checkpoint has {sorted(missing)[:5]} that the model lacks, and lacks "
-            f"{sorted(unexpected)[:5]}. Use the model, attention and moe settings of its config."
-        )
+    loaded, unused, absent = dist_checkpointing.load(content, str(path), strict=StrictHandling.RETURN_ALL)
+    assert not absent and all(key.startswith(RNG_KEY) for key in unused), (absent, unused)
     optimizer.load_state_dict(loaded["optimizer"])
     for order, chunk in enumerate(chunks):
-        # a stage may share Megatron's extra state keys only; every weight was checked above
         chunk.module.load_state_dict(_plain(loaded[f"model{order}"]), strict=True)
     if same_layout:
         _set_rng_state(loaded[RNG_KEY])
@@ -161,6 +158,36 @@ def _model_state(chunks: list[DistributedDataParallel]) -> dict[str, Any]:
         f"model{order}": chunk.module.sharded_state_dict(prefix="model.", metadata=dict(MODEL_METADATA))
         for order, chunk in enumerate(chunks)
     }
+
+
+def _check_weights(path: Path, model: dict[str, Any]) -> None:
+    """Every rank raises CheckpointError when the weights on disk are not those of the model, by name and shape."""
+    wanted: dict[str, tuple[int, ...] | None] = {}
+    for value in nested_values(model):
+        if isinstance(value, ShardedTensor):
+            wanted[value.key] = tuple(value.global_shape)
+        elif isinstance(value, ShardedTensorFactory):
+            wanted[value.key] = None
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, wanted)
+    wanted = {key: shape for rank in everywhere for key, shape in rank.items()}
+    metadata = dist_checkpointing.load_tensors_metadata(str(path))
+    stored = {key: tuple(value.global_shape) for key, value in metadata.items() if key.startswith("model.")}
+    absent, unused = sorted(wanted.keys() - stored.keys()), sorted(stored.keys() - wanted.keys())
+    other_shape = [
+        f"{key} is {stored[key]} and not {shape}"
+        for key, shape in sorted(wanted.items())
+        if shape is not None and key in stored and stored[key] != shape
+    ]
+    if absent or unused or other_shape:
+        raise CheckpointError(
+            f"{path} does not fit the model. It lacks {_some(absent)}; it has {_some(unused)} besides; of other shape: "
+            f"{_some(other_shape)}. Use the model, attention and moe settings of its config."
+        )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") if names else "nothing"
 
 
 def _plain(state: dict[str, Any]) -> dict[str, Any]:

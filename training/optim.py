@@ -91,6 +91,15 @@ def build_optimizer(chunks: list[DistributedDataParallel], spec: ModelSpec, opti
         bf16=spec.precision is Precision.bf16,
         params_dtype=DTYPES[spec.precision],
     )
+    optimizer = get_megatron_optimizer(config, chunks, config_overrides=group_overrides(config, optim))
+    for part in optimizer.chained_optimizers:
+        if not part.is_stub_optimizer and isinstance(part.optimizer, torch.optim.AdamW):
+            part.__class__ = TorchAdamDistributedOptimizer
+    return optimizer
+
+
+def group_overrides(config: OptimizerConfig, optim: OptimConfig) -> dict[ParamKey, ParamGroupOverride]:
+    """What sets parameters apart from the default group, by their marks."""
     indexer: Any = dict(
         lr_mult=INDEXER_TAG,
         max_lr=optim.indexer_lr,
@@ -99,17 +108,12 @@ def build_optimizer(chunks: list[DistributedDataParallel], spec: ModelSpec, opti
         end_wd=optim.indexer_weight_decay,
         clip_group="indexer",
     )
-    overrides = {
+    return {
         **get_standard_config_overrides(config),  # no decay for norms; passing any override drops it
         ParamKey(attr="is_indexer"): ParamGroupOverride(**indexer),
         # fp32 parameters beside bf16 ones in one group would confuse the optimizer's index map
         ParamKey(attr="is_fp32_param"): ParamGroupOverride(lr_mult=FP32_TAG),  # type: ignore[typeddict-unknown-key]
     }
-    optimizer = get_megatron_optimizer(config, chunks, config_overrides=overrides)
-    for part in optimizer.chained_optimizers:
-        if not part.is_stub_optimizer and isinstance(part.optimizer, torch.optim.AdamW):
-            part.__class__ = TorchAdamDistributedOptimizer
-    return optimizer
 
 
 class LearningRates:

@@ -14,7 +14,8 @@ from msa_pretrain.data.prepare import write_indexed_dataset
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
-from walker import Run  # noqa: E402  (the walker is a script beside the tests, not a package)
+from plans import ALONE, CUTS, LAYOUTS, RESUMED  # noqa: E402  (scripts beside the tests, not a package)
+from walker import Run  # noqa: E402
 
 
 class Launcher:
@@ -54,3 +55,60 @@ class Launcher:
 @pytest.fixture(scope="session")
 def launcher(tmp_path_factory) -> Launcher:
     return Launcher(tmp_path_factory.mktemp("walker"))
+
+
+@pytest.fixture(scope="session")
+def walked(launcher):
+    """All jobs, once."""
+    long = dict(steps=20, warmup_steps=10)
+    launcher.launch(
+        1,
+        [
+            Run("one", **long),
+            *(Run(name, overrides, **long) for name, overrides in ALONE.items()),
+            Run("whole_5", warmup_steps=5, save_at=[5]),
+            Run("whole_7", warmup_steps=7),
+        ],
+        torchrun=False,
+    )
+    # every run goes on past its checkpoint before it ends, and the last takes its job down with it
+    cut = [
+        Run(f"{name}_cut", [], name, warmup_steps=warmup, save_at=[at], stop_before=at + 3, kill=name == list(CUTS)[-1])
+        for name, (warmup, at) in CUTS.items()
+    ]
+    launcher.launch(1, cut, torchrun=False, killed=True)
+    launcher.launch(
+        2,
+        [
+            *(Run(name, overrides, **long) for name, overrides in LAYOUTS.items()),
+            *(Run(f"{name}_whole", overrides) for name, overrides in RESUMED.items()),
+            Run("nan", nan_at=3),
+            Run("batched_p2p", LAYOUTS["pp2_vpp2"], steps=3, warmup_steps=3, batched_p2p=True),
+        ],
+    )
+    cut = [
+        Run(f"{name}_cut", overrides, f"{name}_resumed", save_at=[5], stop_before=8, kill=name == list(RESUMED)[-1])
+        for name, overrides in RESUMED.items()
+    ]
+    launcher.launch(2, cut, killed=True)
+    checkpoint = {name: str(launcher.checkpoint(f"{name}_resumed", 5)) for name in RESUMED}
+    loaded = dict(save_at=[5], stop_before=6)
+    launcher.launch(
+        2,
+        [
+            *(Run(f"{name}_resumed", overrides) for name, overrides in RESUMED.items()),
+            Run("ep2_to_dp2", [], load=checkpoint["ep2"], **loaded),
+            Run("dp2_to_ep2", RESUMED["ep2"], load=checkpoint["dp2"], **loaded),
+            Run("dp2_to_pp2", RESUMED["pp2"], load=checkpoint["dp2"], **loaded),
+        ],
+    )
+    launcher.launch(
+        1,
+        [
+            *(Run(name, warmup_steps=warmup) for name, (warmup, _) in CUTS.items()),
+            *(Run(f"{name}_to_one", load=checkpoint[name], **loaded) for name in RESUMED),
+        ],
+        torchrun=False,
+    )
+    launcher.launch(1, [Run("torchrun_whole_5")])
+    return launcher

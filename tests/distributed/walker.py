@@ -5,6 +5,7 @@ groups are destroyed and made anew between runs. Every rank writes what it saw o
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
@@ -62,6 +63,10 @@ class Run:
     """Steps after which to save; also at once, if the run starts at one of them."""
     load: str = ""
     """A checkpoint folder to load before training."""
+    nan_at: int = 0
+    """Step at which the last rank's first micro-batch gets a NaN loss. 0: none."""
+    batched_p2p: bool = False
+    """Take away the remedy of Megatron's pipeline messages with two stages."""
 
 
 def main() -> None:
@@ -108,12 +113,20 @@ def execute(config, run: Run, directory: Path) -> dict:
     import torch
     import torch.distributed as dist
 
+    from msa_pretrain.model import gpt
     from msa_pretrain.training import trainer as trainer_module
     from msa_pretrain.training.run_folder import RunFolder
 
     folder = RunFolder(config)
     folder.prepare(config, [])
-    series, decisions = [], Decisions()
+    series, weights, decisions = [], {}, Decisions()
+    if run.batched_p2p:
+        translate = gpt.transformer_config
+
+        def batched(spec):
+            return dataclasses.replace(translate(spec), overlap_p2p_comm=False, batch_p2p_comm=True)
+
+        gpt.transformer_config = batched
 
     class Walked(trainer_module.Trainer):
         def _train_step(self, batches, phase):
@@ -123,7 +136,12 @@ def execute(config, run: Run, directory: Path) -> dict:
                     os.kill(os.getpid(), signal.SIGKILL)
                 raise Left
             decisions.begin(self.state.step + 1, batches)
+            if self.state.step + 1 == run.nan_at and dist.get_rank() == dist.get_world_size() - 1:
+                batches[0].loss_mask[0, 0] = float("nan")
             super()._train_step(batches, phase)
+            weights[self.state.step] = digest(
+                torch.cat([parameter.detach().flatten() for chunk in self.chunks for parameter in chunk.parameters()])
+            )
             if self.state.step in run.save_at:
                 self.save()
 
@@ -135,6 +153,8 @@ def execute(config, run: Run, directory: Path) -> dict:
     # the values of the series are known to every rank, but only rank 0 keeps them
     torch.manual_seed(config.training.seed)
     walked = Walked(config, folder)
+    if run.batched_p2p:
+        gpt.transformer_config = translate
     with decisions.recorded(walked.chunks):
         if walked.state.step in run.save_at:
             walked.save()
@@ -143,6 +163,7 @@ def execute(config, run: Run, directory: Path) -> dict:
     return {
         "run": asdict(run),
         "series": series,
+        "weights": weights,
         "digests": digests(walked),
         "steps": adam_steps(walked),
         "decisions": decisions.taken,

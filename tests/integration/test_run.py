@@ -172,8 +172,13 @@ def test_a_torn_checkpoint_is_passed_over_and_named(finished, tmp_path):
 def test_a_model_that_does_not_fit_the_checkpoint_is_named(finished):
     folder, _ = finished
     done = run(folder, "moe.shared_hidden_size=8", check=False)
-    assert done.returncode != 0 and "does not fit the model" in done.stderr
-    assert "shared_experts" in done.stderr
+    assert done.returncode != 0
+    assert (
+        "step_20 does not fit the model. It lacks model.decoder.layers.1.mlp.shared_experts.linear_fc1.weight, "
+        "model.decoder.layers.1.mlp.shared_experts.linear_fc2.weight; it has nothing besides; of other shape: nothing."
+    ) in done.stderr
+    done = run(folder, "model.vocab_size=384", check=False)
+    assert "of other shape: model.embedding.word_embeddings.weight is (320, 32) and not (384, 32)" in done.stderr
 
 
 def test_a_small_vocabulary_is_refused(finished):

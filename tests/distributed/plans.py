@@ -1,0 +1,17 @@
+"""The layouts and cuts that the walker goes through."""
+
+P = "parallel."
+LAYOUTS = {
+    "dp2": [],
+    "ep2_alltoall": [P + "expert=2"],
+    "ep2_allgather": [P + "expert=2", P + "dispatcher=allgather"],
+    "pp2": [P + "pipeline=2"],
+    "pp2_vpp2": [P + "pipeline=2", P + "virtual_pipeline=2"],
+}
+ALONE = {
+    "micro_batch_2": ["training.micro_batch_size=2"],
+    "full_recompute": ["training.recompute=full"],
+}
+RESUMED = {"dp2": [], "pp2": LAYOUTS["pp2"], "ep2": LAYOUTS["ep2_alltoall"]}
+# name -> (warm-up steps, step of the checkpoint): inside the warm-up, exactly at the switch, before the first step
+CUTS = {"inside_warmup": (7, 5), "at_the_switch": (5, 5), "at_step_0": (5, 0)}
