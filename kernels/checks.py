@@ -103,8 +103,13 @@ def resolve_scale(op: str, softmax_scale: float | None, head_dim: int) -> float:
     return scale
 
 
-def check_block_indices(op: str, block_indices: Tensor, segments: Segments, num_groups: int, block_size: int) -> None:
-    """int32 [t_q, g, k]; each row ascending without repeats, visible blocks only, -1 at the end."""
+def check_block_indices(
+    op: str, block_indices: Tensor, segments: Segments, num_groups: int, block_size: int, *, read_ids: bool = True
+) -> None:
+    """int32 [t_q, g, k]; each row ascending without repeats, visible blocks only, -1 at the end.
+
+    `read_ids=False` leaves the ids themselves unread, which on a GPU would wait for it.
+    """
     expected = (segments.num_queries, num_groups)
     if block_indices.ndim != 3 or tuple(block_indices.shape[:2]) != expected or block_indices.shape[2] < 1:
         raise ValueError(
@@ -113,6 +118,8 @@ def check_block_indices(op: str, block_indices: Tensor, segments: Segments, num_
         )
     if block_indices.dtype != torch.int32:
         raise ValueError(f"{op}: block_indices must be int32 as select_blocks returns them; got {block_indices.dtype}.")
+    if not read_ids:
+        return
     device = block_indices.device
     # The local block is the last visible one; padding rows see none. [t_q, 1, 1]
     local = torch.where(segments.query_mask(device), segments.positions(device) // block_size, -1)[:, None, None]

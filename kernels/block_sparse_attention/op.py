@@ -1,5 +1,7 @@
 """sparse_attention: exact attention over the kept blocks (README.md of this folder)."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -13,9 +15,8 @@ from ..checks import (
     resolve_scale,
 )
 from ..segments import Segments
+from ..triton_support import BACKENDS
 from .reference import sparse_attention_reference
-
-BACKENDS = ("reference",)
 
 
 def sparse_attention(
@@ -40,7 +41,10 @@ def sparse_attention(
         lse fp32 (fp64 for fp64 inputs) [t_q, n], natural log over the kept tokens, not differentiable.
         Rows in no document, or without any id: output 0, lse -inf, gradients 0.
 
-    Raises ValueError for inputs that do not fit, and for ids that repeat, descend or are not visible.
+    Raises ValueError for inputs that do not fit, and for ids that repeat, descend or are not visible. The Triton
+        backend does not read ids back from a GPU to check them: such ids give wrong rows there. It is for fp16,
+        bf16 and fp32, head dims and block sizes of 16 to 128 (powers of two), up to 16 heads a group, up to 32 blocks
+        kept; it is deterministic, and its gradients are not differentiable again.
     """
     op = "sparse_attention"
     check_backend(op, backend, BACKENDS)
@@ -48,9 +52,15 @@ def sparse_attention(
     check_attention_inputs(op, segments, query, key, value)
     check_block_size(op, block_size)
     check_device(op, query=query, block_indices=block_indices)
-    check_block_indices(op, block_indices, segments, key.shape[1], block_size)
+    read_ids = backend == "reference" or not block_indices.is_cuda
+    check_block_indices(op, block_indices, segments, key.shape[1], block_size, read_ids=read_ids)
     scale = resolve_scale(op, softmax_scale, query.shape[2])
+    attend: Callable[..., tuple[Tensor, Tensor]]
+    if backend == "triton":
+        from .launch import sparse_attention_triton
+
+        attend = sparse_attention_triton
+    else:
+        attend = sparse_attention_reference
     with torch.autocast(query.device.type, enabled=False):
-        return sparse_attention_reference(
-            query, key, value, block_indices, segments, block_size=block_size, softmax_scale=scale
-        )
+        return attend(query, key, value, block_indices, segments, block_size=block_size, softmax_scale=scale)

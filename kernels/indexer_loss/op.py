@@ -1,5 +1,7 @@
 """sparse_indexer_kl and dense_indexer_kl: the row losses that train the indexer (README.md of this folder)."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -43,16 +45,25 @@ def sparse_indexer_kl(
         and index_key only: the teacher P is detached. 0 with zero gradients: rows in no document and rows with one
         token.
 
-    Raises ValueError for inputs that do not fit, and for ids that repeat, descend or are not visible.
+    Raises ValueError for inputs that do not fit, and for ids that repeat, descend or are not visible. The Triton
+        backend has the limits of `sparse_attention`, index dims of 16 to 128 (powers of two), and treats ids likewise.
     """
     op = "sparse_indexer_kl"
-    check_backend(op, backend, BACKENDS)
+    check_backend(op, backend, ("reference", "triton"))
     scale = _check_inputs(op, index_query, index_key, query, key, lse, segments, softmax_scale)
     check_block_size(op, block_size)
     check_device(op, index_query=index_query, block_indices=block_indices)
-    check_block_indices(op, block_indices, segments, key.shape[1], block_size)
+    read_ids = backend == "reference" or not block_indices.is_cuda
+    check_block_indices(op, block_indices, segments, key.shape[1], block_size, read_ids=read_ids)
+    indexer_kl: Callable[..., Tensor]
+    if backend == "triton":
+        from .sparse_launch import sparse_indexer_kl_triton
+
+        indexer_kl = sparse_indexer_kl_triton
+    else:
+        indexer_kl = indexer_kl_reference
     with torch.autocast(index_query.device.type, enabled=False):
-        return indexer_kl_reference(
+        return indexer_kl(
             index_query,
             index_key,
             query,

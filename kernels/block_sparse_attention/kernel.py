@@ -1,0 +1,230 @@
+"""Forward kernels of block-sparse attention, keys outer (README.md, "Triton").
+
+An item is a piece of one row of the reverse index: one block of keys and some of the queries that chose it, sorted.
+Its program keeps K and V of the block and walks over tiles of ROWS of its (query, head) rows, so that a tile is full
+for any n/g. Softmax over one block alone needs no running maximum: each (query, slot, head) gets a normalised partial
+output and its lse, and a second kernel adds the slots of a query in order.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def find_item(row_start_ptr, local_end_ptr, row_item_ptr, item_row_ptr, chunk_item_ptr, chunk, ITEM: tl.constexpr):
+    """This program's row, its pairs [start, end), and where the masked ones end; end = start for a spare program."""
+    item = tl.load(chunk_item_ptr + chunk) + tl.program_id(0)
+    is_spare = item >= tl.load(chunk_item_ptr + chunk + 1)
+    row = tl.load(item_row_ptr + item, mask=~is_spare, other=0)
+    start = tl.load(row_start_ptr + row) + (item - tl.load(row_item_ptr + row)) * ITEM
+    end = tl.minimum(start + ITEM, tl.load(row_start_ptr + row + 1))
+    return row, start, tl.where(is_spare, start, end), tl.load(local_end_ptr + row), item
+
+
+@triton.jit
+def load_block(ptr, first_key, num_keys, group, stride_t, stride_g, SIZE: tl.constexpr, DIM: tl.constexpr):
+    """Keys [SIZE, DIM] of one block; 0 past its end, so that nothing outside the document is read."""
+    offs = tl.arange(0, SIZE)
+    address = (first_key + offs).to(tl.int64)[:, None] * stride_t + group * stride_g + tl.arange(0, DIM)[None, :]
+    return tl.load(ptr + address, mask=(offs < num_keys)[:, None], other=0.0)
+
+
+@triton.jit
+def _block_stats_kernel(
+    key_ptr,
+    value_ptr,
+    block_table_ptr,
+    mean_ptr,
+    stats_ptr,
+    stride_kt,
+    stride_kg,
+    stride_vt,
+    stride_vg,
+    NUM_GROUPS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """One program per (block, group): mean key [d], and log2 of the largest |value| and |key - mean|.
+
+    These place 16-bit partials in the middle of fp16's range. They depend on the block's own tokens alone.
+    """
+    block = tl.program_id(0)
+    group = tl.program_id(1).to(tl.int64)
+    first_key = tl.load(block_table_ptr + 2 * block)
+    num_keys = tl.load(block_table_ptr + 2 * block + 1)
+    value = load_block(value_ptr, first_key, num_keys, group, stride_vt, stride_vg, BLOCK_SIZE, HEAD_DIM)
+    key = load_block(key_ptr, first_key, num_keys, group, stride_kt, stride_kg, BLOCK_SIZE, HEAD_DIM).to(tl.float32)
+    mean = tl.sum(key, 0) / num_keys
+    centred = tl.where((tl.arange(0, BLOCK_SIZE) < num_keys)[:, None], key - mean[None, :], 0.0)
+    row = block.to(tl.int64) * NUM_GROUPS + group
+    tl.store(mean_ptr + row * HEAD_DIM + tl.arange(0, HEAD_DIM), mean)
+    largest_value = tl.max(tl.max(tl.abs(value.to(tl.float32)), 1), 0)
+    largest_key = tl.max(tl.max(tl.abs(centred), 1), 0)
+    tl.store(stats_ptr + row * 2, tl.ceil(tl.log2(tl.maximum(largest_value, 1e-30))))
+    tl.store(stats_ptr + row * 2 + 1, tl.ceil(tl.log2(tl.maximum(largest_key, 1e-30))))
+
+
+@triton.jit(do_not_specialize=["chunk", "first_pair", "num_blocks"])
+def _sparse_attention_fwd_kernel(
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    query_table_ptr,
+    block_table_ptr,
+    stats_ptr,
+    pairs_ptr,
+    row_start_ptr,
+    local_end_ptr,
+    row_item_ptr,
+    item_row_ptr,
+    chunk_item_ptr,
+    partial_ptr,
+    partial_lse_ptr,
+    chunk,
+    first_pair,
+    num_blocks,
+    scale_log2,
+    stride_qt,
+    stride_qn,
+    stride_kt,
+    stride_kg,
+    stride_vt,
+    stride_vg,
+    NUM_GROUPS: tl.constexpr,
+    NUM_SELECTED: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    ITEM: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One program per item: normalised partial outputs and their lse (in log2) for each pair and head."""
+    row, start, end, local_end, _ = find_item(
+        row_start_ptr, local_end_ptr, row_item_ptr, item_row_ptr, chunk_item_ptr, chunk, ITEM
+    )
+    if start < end:
+        block = row % num_blocks
+        group = ((row // num_blocks) % NUM_GROUPS).to(tl.int64)
+        first_key = tl.load(block_table_ptr + 2 * block)
+        num_keys = tl.load(block_table_ptr + 2 * block + 1)
+        # [BLOCK_SIZE, HEAD_DIM]
+        key = load_block(key_ptr, first_key, num_keys, group, stride_kt, stride_kg, BLOCK_SIZE, HEAD_DIM)
+        value = load_block(value_ptr, first_key, num_keys, group, stride_vt, stride_vg, BLOCK_SIZE, HEAD_DIM)
+        unit = tl.exp2(15.0 - tl.load(stats_ptr + (block.to(tl.int64) * NUM_GROUPS + group) * 2))
+        key_row = first_key + tl.arange(0, BLOCK_SIZE)
+        offs_d = tl.arange(0, HEAD_DIM)
+        offs_row = tl.arange(0, ROWS)
+        for i in tl.range(start * HEADS, end * HEADS, ROWS, num_stages=STAGES):
+            is_real = i + offs_row < end * HEADS
+            if ROWS % HEADS == 0:
+                pair_number = tl.minimum(i // HEADS + offs_row // HEADS, end - 1)
+                head = offs_row % HEADS
+            else:
+                head_row = tl.minimum(i + offs_row, end * HEADS - 1)
+                pair_number = head_row // HEADS
+                head = head_row % HEADS
+            pair = tl.load(pairs_ptr + pair_number)
+            query_row = pair // (NUM_GROUPS * NUM_SELECTED)
+            address = query_row.to(tl.int64) * stride_qt + (group * HEADS + head) * stride_qn
+            # [ROWS, HEAD_DIM]
+            query = tl.load(query_ptr + address[:, None] + offs_d[None, :])
+            # [ROWS, BLOCK_SIZE]
+            scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+            if i < local_end * HEADS:
+                last_key = tl.load(query_table_ptr + query_row * 3 + 2)
+                scores = tl.where(key_row[None, :] <= last_key[:, None], scores, float("-inf"))
+            largest = tl.max(scores, 1) * scale_log2
+            probs = tl.exp2(scores * scale_log2 - largest[:, None])
+            total = tl.sum(probs, 1)
+            output = tl.dot(probs.to(value.dtype), value, input_precision=PRECISION)
+            output = output * (unit / total)[:, None]
+            place = (pair - first_pair).to(tl.int64) * HEADS + head
+            tl.store(partial_lse_ptr + place, largest + tl.log2(total), mask=is_real)
+            tl.store(
+                partial_ptr + place[:, None] * HEAD_DIM + offs_d[None, :],
+                output.to(partial_ptr.dtype.element_ty),
+                mask=is_real[:, None],
+                cache_modifier=".cs",
+            )
+
+
+@triton.jit
+def head_rows(
+    first_query, num_queries, query_table_ptr, NUM_GROUPS: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr
+):
+    """Of ROWS (query, head) rows of a chunk: which exist, row in the chunk, query row, head, first block, position."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    mask = row < num_queries.to(tl.int64) * (NUM_GROUPS * HEADS)
+    query_row = first_query + row // (NUM_GROUPS * HEADS)
+    first_block = tl.load(query_table_ptr + query_row * 3, mask=mask, other=0)
+    position = tl.load(query_table_ptr + query_row * 3 + 1, mask=mask, other=-1)
+    return mask, row, query_row, row % (NUM_GROUPS * HEADS), first_block, position
+
+
+@triton.jit(do_not_specialize=["first_query", "num_queries"])
+def _combine_kernel(
+    partial_ptr,
+    partial_lse_ptr,
+    block_indices_ptr,
+    query_table_ptr,
+    stats_ptr,
+    output_ptr,
+    lse_ptr,
+    first_query,
+    num_queries,
+    stride_it,
+    stride_ig,
+    stride_ik,
+    NUM_GROUPS: tl.constexpr,
+    NUM_SELECTED: tl.constexpr,
+    SLOTS: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """output = sum over slots, in order, of exp(lse_slot - lse) partial_slot, for ROWS (query, head) rows."""
+    mask, row, query_row, query_head, first_block, position = head_rows(
+        first_query, num_queries, query_table_ptr, NUM_GROUPS, HEADS, ROWS
+    )
+    group = query_head // HEADS
+    ids_ptr = block_indices_ptr + query_row * stride_it + group * stride_ig
+    # [ROWS]: slot 0 of the row's head
+    first_place = (row // HEADS) * (NUM_SELECTED * HEADS) + query_head % HEADS
+    slots = tl.arange(0, SLOTS)
+    # [ROWS, SLOTS]
+    ids = tl.load(
+        ids_ptr[:, None] + slots[None, :] * stride_ik,
+        mask=mask[:, None] & (slots < NUM_SELECTED)[None, :],
+        other=-1,
+    )
+    is_used = (ids >= 0) & (ids * BLOCK_SIZE <= position[:, None])
+    slot_lse = tl.load(
+        partial_lse_ptr + first_place[:, None] + slots[None, :] * HEADS, mask=is_used, other=float("-inf")
+    )
+    num_slots = tl.max(tl.max(tl.where(is_used, slots[None, :] + 1, 0), 1), 0)
+    largest = tl.max(slot_lse, 1)
+    is_empty = largest == float("-inf")
+    shift = tl.where(is_empty, 0.0, largest)
+    total = tl.sum(tl.exp2(slot_lse - shift[:, None]), 1)
+    lse = tl.where(is_empty, float("-inf"), shift + tl.log2(tl.where(is_empty, 1.0, total)))
+    offs_d = tl.arange(0, HEAD_DIM)[None, :]
+    output = tl.zeros((ROWS, HEAD_DIM), dtype=tl.float32)
+    for slot in tl.range(0, num_slots, num_stages=STAGES):
+        block = tl.load(ids_ptr + slot * stride_ik, mask=mask, other=-1)
+        is_kept = (block >= 0) & (block * BLOCK_SIZE <= position)
+        place = first_place + slot * HEADS
+        stats_row = (first_block + block).to(tl.int64) * NUM_GROUPS + group
+        unit = tl.exp2(tl.load(stats_ptr + stats_row * 2, mask=is_kept, other=0.0) - 15.0)
+        weight = tl.exp2(tl.load(partial_lse_ptr + place, mask=is_kept, other=0.0) - lse) * unit
+        partial = tl.load(partial_ptr + place[:, None] * HEAD_DIM + offs_d, mask=is_kept[:, None], other=0.0)
+        output += tl.where(is_kept, weight, 0.0)[:, None] * partial.to(tl.float32)
+    place = query_row * (NUM_GROUPS * HEADS) + query_head
+    # From log2 to the natural logarithm.
+    tl.store(lse_ptr + place, lse * 0.6931471805599453, mask=mask)
+    tl.store(
+        output_ptr + place[:, None] * HEAD_DIM + offs_d, output.to(output_ptr.dtype.element_ty), mask=mask[:, None]
+    )
