@@ -1,6 +1,7 @@
 """Pretrain a model: `python -m msa_pretrain.scripts.pretrain experiment=cpu_smoke`, or the same under torchrun.
 
 `dry_run=true` checks the config, prints what it resolves to and exits; no GPU, no data and no process group needed.
+`WORLD_SIZE=512` before it checks the layout for as many GPUs.
 """
 
 import os
@@ -16,15 +17,15 @@ from msa_pretrain.training.config import ConfigError, check_overrides, load_conf
 def run(cfg: DictConfig) -> None:
     """Everything after Hydra has composed the config."""
     dry_run = bool(cfg.get("dry_run"))
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    world_size = int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None if dry_run else 1
     try:
-        config = load_config(cfg, world_size=None if dry_run else world_size)
+        config = load_config(cfg, world_size=world_size)
     except ConfigError as err:
         sys.exit(str(err))  # Hydra would print a traceback around it
     if dry_run:
         from msa_pretrain.training.dry_run import report, smallest_world
 
-        print(report(config, max(world_size, smallest_world(config))))
+        print(report(config, world_size or smallest_world(config)))
         return
     from msa_pretrain.training.launch import train  # imports Megatron, which takes seconds
 

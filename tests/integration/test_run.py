@@ -4,12 +4,14 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from msa_pretrain.data.prepare import prepare_builtin_corpus
 from msa_pretrain.training.sinks import read_metrics
 
+GOLDEN = Path(__file__).parents[1] / "golden"
 SECRET = "hf_abcdefghijklmnopqrstuvwx"
 COMMAND = [
     sys.executable,
@@ -185,3 +187,30 @@ def test_a_small_vocabulary_is_refused(finished):
     folder, _ = finished
     done = run(folder, "run.name=other", "model.vocab_size=100", check=False)
     assert "model.vocab_size (100) is smaller than the vocabulary of runs/data/builtin/train (257)." in done.stderr
+
+
+def test_keys_of_a_checkpoint_are_those_that_were_frozen(finished):
+    """Names and global shapes: renaming one makes every checkpoint of a user unreadable."""
+    from megatron.core import dist_checkpointing
+
+    from msa_pretrain.model.parallel import distributed
+
+    folder, _ = finished
+    with distributed():
+        stored = dist_checkpointing.load_tensors_metadata(str(folder / "runs" / "tiny" / "checkpoints" / "step_20"))
+    shapes = {key: list(value.global_shape) for key, value in stored.items()}
+    model = {key: shape for key, shape in shapes.items() if key.startswith("model.")}
+    assert model == json.loads((GOLDEN / "checkpoint_keys.json").read_text())
+    trained = {key for key in model if not key.endswith("expert_bias")}
+    assert set(shapes) == set(model) | {
+        f"optimizer.state.{moment}.{key}" for moment in ("exp_avg", "exp_avg_sq") for key in trained
+    }
+
+
+def test_losses_are_those_that_were_frozen(finished):
+    """A change that moves them says so in its commit. Other processors round differently, hence the 1e-3."""
+    folder, _ = finished
+    records = [r for r in read_metrics(folder / "runs" / "tiny" / "metrics.jsonl") if "train/lm_loss" in r]
+    golden = json.loads((GOLDEN / "tiny_run.json").read_text())
+    for name, expected in golden.items():
+        assert [record[name] for record in records[: len(expected)]] == pytest.approx(expected, rel=1e-3), name
