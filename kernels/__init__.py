@@ -2,6 +2,7 @@
 
 from .block_selection import block_scores, raise_if_not_finite, select_blocks
 from .block_sparse_attention import sparse_attention
+from .decoding import decode_attention
 from .dense_causal_attention import dense_attention
 from .indexer_loss import dense_indexer_kl, sparse_indexer_kl
 from .segments import Segments
@@ -11,6 +12,7 @@ __all__ = [
     "Segments",
     "SelectionQuality",
     "block_scores",
+    "decode_attention",
     "dense_attention",
     "dense_indexer_kl",
     "raise_if_not_finite",

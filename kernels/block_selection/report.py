@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 KINDS = ("index_query row {row} is not finite", "index_key row {row} is not finite",
-         "the score of query row {row} overflows")  # fmt: skip
+         "a score of query row {row} is not finite")  # fmt: skip
 
 
 class ScoreReport:

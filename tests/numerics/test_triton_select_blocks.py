@@ -205,8 +205,8 @@ def test_strided_inputs():
     [
         ("index_query", math.nan, r"index_query row 21 is not finite"),
         ("index_key", -math.inf, r"index_key row 21 is not finite"),
-        ("both", 3e19, r"the score of query row 21 overflows"),
-        ("both", -3e19, r"the score of query row 21 overflows"),
+        ("both", 3e19, r"a score of query row 21 is not finite"),
+        ("both", -3e19, r"a score of query row 21 is not finite"),
     ],
 )
 def test_non_finite_visible_score_is_reported_once(where, value, message):
