@@ -6,7 +6,7 @@ under another layout and sees the same data in the same steps.
 """
 
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -47,27 +47,26 @@ class TrainingStream:
         dataset: Dataset[Sample],
         *,
         consumed_samples: int,
-        global_batch_size: int,
+        global_batch_size: int | Callable[[int], int],
         micro_batch_size: int,
         dp_rank: int,
         dp_size: int,
         num_workers: int = 0,
     ) -> None:
+        """`global_batch_size`: of every step, or (a ramp-up) of the step that starts after so many consumed samples."""
         if consumed_samples < 0:
             raise ValueError(f"consumed_samples ({consumed_samples}) must not be negative.")
         if num_workers < 0:
             raise ValueError(f"data.num_workers ({num_workers}) must not be negative.")
-        _check_layout("global_batch_size", global_batch_size, micro_batch_size, dp_rank, dp_size)
         self.consumed_samples = consumed_samples
         self._num_samples = len(dataset)  # type: ignore[arg-type]
-        self._global_batch_size = global_batch_size
-        self._num_micro_batches = global_batch_size // (micro_batch_size * dp_size)
-        steps = range(consumed_samples, self._num_samples - global_batch_size + 1, global_batch_size)
-        layout = {"global_batch_size": global_batch_size, "micro_batch_size": micro_batch_size}
-        layout |= {"dp_rank": dp_rank, "dp_size": dp_size}
+        self._size_at = global_batch_size if callable(global_batch_size) else lambda _: global_batch_size
+        self._rows = micro_batch_size * dp_size
+        _check_layout("global_batch_size", self._size_at(consumed_samples), micro_batch_size, dp_rank, dp_size)
+        layout = {"micro_batch_size": micro_batch_size, "dp_rank": dp_rank, "dp_size": dp_size}
         loader = DataLoader(
             dataset,
-            batch_sampler=_MicroBatchSampler(steps, layout),
+            batch_sampler=_MicroBatchSampler(consumed_samples, self._num_samples, self._size_at, layout),
             collate_fn=collate,
             num_workers=num_workers,
             worker_init_fn=_ignore_sigterm if num_workers else None,
@@ -80,13 +79,14 @@ class TrainingStream:
         """The micro-batches of the next step; `consumed_samples` then counts the whole global batch."""
         if self._batches is None:
             raise ValueError("this TrainingStream is closed. Make a new one from consumed_samples.")
-        if self.consumed_samples + self._global_batch_size > self._num_samples:
+        size = self._size_at(self.consumed_samples)
+        if self.consumed_samples + size > self._num_samples:
             raise DataExhaustedError(
                 f"the training data are exhausted: {self.consumed_samples} of {self._num_samples} samples are consumed "
-                f"and the next step needs {self._global_batch_size}. Build the dataset with more samples."
+                f"and the next step needs {size}. Build the dataset with more samples."
             )
-        batches = [next(self._batches) for _ in range(self._num_micro_batches)]
-        self.consumed_samples += self._global_batch_size
+        batches = [next(self._batches) for _ in range(size // self._rows)]
+        self.consumed_samples += size
         return batches
 
     def close(self) -> None:
@@ -121,15 +121,19 @@ def evaluation_batches(
 
 
 class _MicroBatchSampler:
-    """Index lists of the micro-batches of the steps that start at the given sample counts."""
+    """Index lists of the micro-batches of all steps from `consumed_samples` to the end of the samples."""
 
-    def __init__(self, steps: Sequence[int], layout: dict[str, int]) -> None:
-        self._steps = steps
-        self._layout = layout
+    def __init__(
+        self, consumed_samples: int, num_samples: int, size_at: Callable[[int], int], layout: dict[str, int]
+    ) -> None:
+        self._consumed_samples, self._num_samples = consumed_samples, num_samples
+        self._size_at, self._layout = size_at, layout
 
     def __iter__(self) -> Iterator[list[int]]:
-        for consumed_samples in self._steps:
-            yield from batch_indices(consumed_samples, **self._layout)
+        consumed = self._consumed_samples
+        while consumed + (size := self._size_at(consumed)) <= self._num_samples:
+            yield from batch_indices(consumed, global_batch_size=size, **self._layout)
+            consumed += size
 
 
 def _check_layout(what: str, num_samples: int, micro_batch_size: int, dp_rank: int, dp_size: int) -> None:

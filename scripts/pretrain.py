@@ -6,11 +6,19 @@
 
 import os
 import sys
+import warnings
 
 import hydra
 from omegaconf import DictConfig
 
 from msa_pretrain.training.config import ConfigError, check_overrides, load_config
+
+# Of Megatron at every start: model.backend asks for torch's own ops; it uses deprecated names and reads inner gradients.
+EXPECTED_WARNINGS = (
+    "(Transformer Engine and )?Apex (are|is) not installed",
+    r"`torch\.distributed\.\w+` is deprecated",
+    r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed",
+)
 
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="pretrain")
@@ -27,6 +35,8 @@ def run(cfg: DictConfig) -> None:
 
         print(report(config, world_size or smallest_world(config)))
         return
+    for message in EXPECTED_WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
     from msa_pretrain.training.launch import train  # imports Megatron, which takes seconds
 
     train(config, overrides=[argument for argument in sys.argv[1:] if "=" in argument])

@@ -40,6 +40,8 @@ class TrainState:
     consumed_tokens: int = 0
     """Positions fed, padding included; phase and learning rate follow from it."""
     consumed_samples: int = 0
+    tokens_before_step: int = 0
+    """Positions fed before the last step: where its phase came from."""
     skipped_steps: int = 0
 
 

@@ -82,6 +82,7 @@ def cross_check(config: TrainConfig, world_size: int | None) -> Iterator[str]:
     parallel = list(_parallel(config, world_size))
     yield from parallel
     yield from _training(config)
+    yield from _ramp(config)
     yield from _optim(config)
     if world_size is not None and not parallel:
         yield from _batches(config, world_size)
@@ -203,7 +204,7 @@ def _training(config: TrainConfig) -> Iterator[str]:
             f"({training.total_tokens}). Shorten the one or lengthen the other."
         )
     if training.total_tokens % config.tokens_per_step:
-        near = config.total_steps * config.tokens_per_step
+        near = -(-training.total_tokens // config.tokens_per_step) * config.tokens_per_step
         yield (
             f"training.total_tokens ({training.total_tokens}) must be a multiple of the tokens of a step, "
             f"global_batch_size x seq_length ({config.tokens_per_step}). Use {near}."
@@ -216,6 +217,17 @@ def _training(config: TrainConfig) -> Iterator[str]:
         yield f"training.resume ({training.resume}) is neither auto, none, nor a checkpoint folder."
 
 
+def _ramp(config: TrainConfig) -> Iterator[str]:
+    ramp, size = config.training.batch_ramp, config.training.global_batch_size
+    if ramp and (len(ramp) != 3 or min(ramp) < 1):
+        yield f"training.batch_ramp ({ramp}) must be three numbers above 0: [start, increment, samples]."
+    elif ramp and (ramp[0] >= size or (size - ramp[0]) % ramp[1]):
+        yield (
+            f"training.batch_ramp ({ramp}) must grow from {ramp[0]} in steps of {ramp[1]} to "
+            f"training.global_batch_size ({size}) exactly."
+        )
+
+
 def _batches(config: TrainConfig, world_size: int) -> Iterator[str]:
     training, parallel = config.training, config.parallel
     data_parallel = world_size // parallel.pipeline
@@ -226,6 +238,11 @@ def _batches(config: TrainConfig, world_size: int) -> Iterator[str]:
                 f"training.{key} ({size}) must be a multiple of micro_batch_size x data-parallel size "
                 f"({training.micro_batch_size} x {data_parallel}). Use {rows * max(1, round(size / rows))}."
             )
+    if bad := [size for size in training.batch_ramp[:2] if size % rows]:
+        yield (
+            f"training.batch_ramp: start and increment {bad} must be multiples of micro_batch_size x data-parallel "
+            f"size ({training.micro_batch_size} x {data_parallel})."
+        )
     num_micro_batches = training.global_batch_size // rows
     if parallel.virtual_pipeline > 1 and num_micro_batches % parallel.pipeline:
         yield (

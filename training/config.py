@@ -32,6 +32,9 @@ class TrainingConfig:
     seq_length: int
     micro_batch_size: int
     global_batch_size: int
+    batch_ramp: list[int] = field(default_factory=list)
+    """[start, increment, samples]: the batch grows from `start` by `increment` to global_batch_size within so many
+    samples; empty: no ramp-up. Phase and learning rate follow tokens, so they do not notice."""
     total_tokens: int
     warmup_tokens: int
     """Indexer warm-up budget (dense attention, KL over the full sequence); in the paper 40B, written 40_000_000_000."""
@@ -146,11 +149,31 @@ class TrainConfig:
 
     @property
     def tokens_per_step(self) -> int:
+        """After the ramp-up, if there is one."""
         return self.training.global_batch_size * self.training.seq_length
 
     @property
+    def total_samples(self) -> int:
+        return self.training.total_tokens // self.training.seq_length
+
+    def batch_size_at(self, consumed_samples: int) -> int:
+        """Samples of the step that starts after `consumed_samples`; the last step takes what is left."""
+        size, remaining = self.training.global_batch_size, self.total_samples - consumed_samples
+        if self.training.batch_ramp:
+            start, increment, samples = self.training.batch_ramp
+            grown = consumed_samples * ((size - start) // increment) // samples
+            size = min(size, start + increment * grown)
+        return min(size, remaining) if remaining > 0 else size
+
+    @property
     def total_steps(self) -> int:
-        return -(-self.training.total_tokens // self.tokens_per_step)
+        if not self.training.batch_ramp:
+            return -(-self.total_samples // self.training.global_batch_size)
+        steps = consumed = 0
+        while consumed < self.total_samples:
+            consumed += self.batch_size_at(consumed)
+            steps += 1
+        return steps
 
 
 class ConfigError(ValueError):

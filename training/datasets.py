@@ -55,4 +55,4 @@ def data_order(config: TrainConfig) -> tuple[int, int, int]:
     Kept in checkpoints, so that a run cannot go on with samples it has seen or skip others.
     """
     training = config.training
-    return training.total_tokens // training.seq_length, training.seq_length, training.seed
+    return config.total_samples, training.seq_length, training.seed

@@ -69,7 +69,7 @@ class Trainer:
         stream = TrainingStream(
             self.train_data,
             consumed_samples=state.consumed_samples,
-            global_batch_size=training.global_batch_size,
+            global_batch_size=self.config.batch_size_at,
             micro_batch_size=training.micro_batch_size,
             dp_rank=self.dp_rank,
             dp_size=self.dp_size,
@@ -114,7 +114,9 @@ class Trainer:
         plan = StepPlan(
             phase=phase, kl_coef=config.training.kl_coef, sample_rows=tracking.recall_rows if measured else 0
         )
-        rates = self.rates.set(state.consumed_tokens + config.tokens_per_step)
+        num_samples = config.batch_size_at(state.consumed_samples)
+        num_tokens = num_samples * config.training.seq_length
+        rates = self.rates.set(state.consumed_tokens + num_tokens)
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -123,8 +125,9 @@ class Trainer:
         outcome = clip_and_step(self.optimizer, limits)
         load = balance_experts(list[nn.Module](self.chunks), self.spec, applied=outcome.applied)
         state.step = step
-        state.consumed_tokens += config.tokens_per_step
-        state.consumed_samples += config.training.global_batch_size
+        state.tokens_before_step = state.consumed_tokens
+        state.consumed_tokens += num_tokens
+        state.consumed_samples += num_samples
         if not outcome.applied:
             state.skipped_steps += 1
             logger.warning("step %d skipped: gradient norms %s are not finite", step, outcome.norms)
@@ -137,7 +140,7 @@ class Trainer:
             "optim/grad_norm": outcome.norms["backbone"],
             "optim/skipped_steps": state.skipped_steps,
             **load,
-            **self._speed(time.perf_counter() - start, batches, phase),
+            **self._speed(time.perf_counter() - start, num_tokens, batches, phase),
         }
         if self.spec.msa_layers:
             values |= {
@@ -147,7 +150,7 @@ class Trainer:
             }
         self._log(values)
 
-    def _speed(self, seconds: float, batches: list[PackedBatch], phase: Phase) -> dict[str, float]:
+    def _speed(self, seconds: float, num_tokens: int, batches: list[PackedBatch], phase: Phase) -> dict[str, float]:
         world = torch.distributed.get_world_size()
         lengths = [row[1] for batch in batches for row in batch.segments.rows]
         # this rank's documents stand for those of every data-parallel rank; pipeline stages share them
@@ -156,7 +159,7 @@ class Trainer:
         steps_left = self.config.total_steps - self.state.step
         values = {
             "perf/step_s": seconds,
-            "perf/tokens_per_s_per_gpu": self.config.tokens_per_step / seconds / world,
+            "perf/tokens_per_s_per_gpu": num_tokens / seconds / world,
             "perf/tflops_per_gpu": tflops,
             "perf/time_left_s": steps_left * self._step_s,
         }
@@ -197,7 +200,7 @@ class Trainer:
 
     def _phase_before(self) -> Phase:
         """Phase of the step before; at the start, that of the first step."""
-        return self._phase_of(max(self.state.consumed_tokens - self.config.tokens_per_step, 0))
+        return self._phase_of(self.state.tokens_before_step)
 
     def _phase_of(self, consumed_tokens: int) -> Phase:
         return phase_at(

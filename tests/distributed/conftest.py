@@ -14,7 +14,7 @@ from msa_pretrain.data.prepare import write_indexed_dataset
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
-from plans import ALONE, CUTS, LAYOUTS, RESUMED  # noqa: E402  (scripts beside the tests, not a package)
+from plans import ALONE, CUTS, LAYOUTS, RAMP, RESUMED  # noqa: E402  (scripts beside the tests, not a package)
 from walker import Run  # noqa: E402
 
 
@@ -68,6 +68,8 @@ def walked(launcher):
             *(Run(name, overrides, **long) for name, overrides in ALONE.items()),
             Run("whole_5", warmup_steps=5, save_at=[5]),
             Run("whole_7", warmup_steps=7),
+            Run("ramp_whole", RAMP),
+            Run("ramp_cut", RAMP, "ramp", save_at=[4], stop_before=6),
         ],
         torchrun=False,
     )
@@ -106,6 +108,7 @@ def walked(launcher):
         1,
         [
             *(Run(name, warmup_steps=warmup) for name, (warmup, _) in CUTS.items()),
+            Run("ramp", RAMP),
             *(Run(f"{name}_to_one", load=checkpoint[name], **loaded) for name in RESUMED),
         ],
         torchrun=False,

@@ -15,3 +15,5 @@ ALONE = {
 RESUMED = {"dp2": [], "pp2": LAYOUTS["pp2"], "ep2": LAYOUTS["ep2_alltoall"]}
 # name -> (warm-up steps, step of the checkpoint): inside the warm-up, exactly at the switch, before the first step
 CUTS = {"inside_warmup": (7, 5), "at_the_switch": (5, 5), "at_step_0": (5, 0)}
+# the batch grows 2, 3, 4 within the first 8 samples, so the token budget of the warm-up falls inside a step
+RAMP = ["training.batch_ramp=[2,1,8]"]

@@ -63,6 +63,19 @@ def test_two_processes_killed_and_resumed_are_bit_for_bit_uninterrupted(walked, 
     assert_same_state(walked.seen(f"{name}_resumed", rank), walked.seen(f"{name}_whole", rank), first_step=6)
 
 
+def test_a_ramped_batch_resumes_with_the_same_phases_and_rates(walked):
+    """Sizes 2, 2, 3, 3, then 4: the warm-up of 400 tokens ends inside the seventh step, by tokens and not by steps."""
+    resumed, whole = walked.seen("ramp"), walked.seen("ramp_whole")
+    assert resumed["digests"] == whole["digests"]
+    assert resumed["series"] == [row for row in whole["series"] if row["step"] >= 5]
+    phases = [row["train/phase"] for row in whole["series"]]
+    consumed, expected = 0, []
+    for size in [2, 2, 3, 3] + [4] * (len(phases) - 4):
+        expected.append("warmup" if consumed < 400 else "sparse")
+        consumed += 20 * size
+    assert phases == expected and consumed >= 800
+
+
 def assert_same_state(resumed, whole, first_step):
     assert resumed["digests"] == whole["digests"]
     assert resumed["steps"] == whole["steps"] == [10.0]

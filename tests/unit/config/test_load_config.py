@@ -65,6 +65,15 @@ BAD = {
         ["training.global_batch_size=6", "training.total_tokens=3_072_000"],
         "training.global_batch_size (6) must be a multiple of micro_batch_size x data-parallel size (4 x 1). Use 8.",
     ),
+    "ramp of two": (["training.batch_ramp=[1,2]"], "training.batch_ramp ([1, 2]) must be three numbers above 0"),
+    "ramp that misses": (
+        ["training.batch_ramp=[1,2,8]"],
+        "training.batch_ramp ([1, 2, 8]) must grow from 1 in steps of 2 to training.global_batch_size (4) exactly.",
+    ),
+    "ramp of odd sizes": (
+        ["training.batch_ramp=[2,2,8]", "training.micro_batch_size=4"],
+        "training.batch_ramp: start and increment [2, 2] must be multiples of micro_batch_size x data-parallel size",
+    ),
     "learning rates": (["optim.min_lr=1"], "optim.min_lr (1.0) must be at most optim.lr (0.002)."),
     "wsd without decay": (["optim.schedule=wsd"], "optim.wsd_decay_tokens (0) must be above 0"),
     "cosine with decay": (["optim.wsd_decay_tokens=5"], "optim.wsd_decay_tokens (5) has no effect with optim.schedule"),
@@ -151,6 +160,17 @@ def test_blends_are_lists_so_that_the_command_line_replaces_them(config_of):
     config = config_of("data.train=[/data/web:0.9,/data/code:.1]", "data.valid=[/data/held_out]")
     assert blend(config.data.train) == {"/data/web": 0.9, "/data/code": 0.1}
     assert blend(config.data.valid) == {"/data/held_out": 1.0}
+
+
+def test_a_ramped_batch_grows_by_samples_and_feeds_every_token(config_of):
+    config = config_of("training.batch_ramp=[1,1,12]", "training.micro_batch_size=1")
+    sizes, consumed = [], 0
+    while consumed < config.total_samples:
+        sizes.append(config.batch_size_at(consumed))
+        consumed += sizes[-1]
+    # 12 samples for the three increments: 4 samples each
+    assert sizes[:4] == [1] * 4 and sizes[4:6] == [2] * 2 and sizes[6:8] == [3] * 2 and sizes[8] == 4
+    assert consumed == config.total_samples == 960 and len(sizes) == config.total_steps
 
 
 def test_layout_checks_need_the_world_size(config_of):

@@ -135,3 +135,21 @@ def test_impossible_layouts(dataset):
         stream(dataset, num_workers=-1)
     with pytest.raises(ValueError, match=r"consumed_samples \(-1\) must not be negative"):
         batch_indices(-1, global_batch_size=4, micro_batch_size=2, dp_rank=0, dp_size=1)
+
+
+def test_a_ramp_up_feeds_every_sample_once_and_resumes_in_the_middle(dataset):
+    def size_at(consumed):
+        return 2 if consumed < 6 else 4
+
+    def ramp(consumed):
+        return stream(dataset, consumed, global_batch_size=size_at, micro_batch_size=1)
+
+    with ramp(0) as whole:
+        steps = [rows(whole.next_step()) for _ in range(11)]
+        assert whole.consumed_samples == 38
+        with pytest.raises(DataExhaustedError, match=r"38 of 40 samples are consumed and the next step needs 4"):
+            whole.next_step()
+    assert [len(step) for step in steps] == [2, 2, 2] + [4] * 8
+    assert [row for step in steps for row in step] == expected_rows(dataset, range(38))
+    with ramp(4) as resumed:
+        assert [rows(resumed.next_step()) for _ in range(4)] == steps[2:6]
