@@ -48,7 +48,7 @@ TABLE: dict[tuple[str, str, int, int, int], TileConfig] = {
     ("dense_kl_bwd", "any", 0, 0, 4): TileConfig(32, 32, num_warps=4, num_stages=1),
     ("dense_kl_bwd", INTERPRETER, 0, 0, 0): TileConfig(128, 128, num_warps=4, num_stages=1),
     # Rows: queries x heads of a tile; columns: queries of one work item.
-    ("sparse_attention_fwd", "sm90", 0, 0, 2): TileConfig(64, 512, num_warps=4, num_stages=2),
+    ("sparse_attention_fwd", "sm90", 0, 0, 2): TileConfig(64, 512, num_warps=4, num_stages=3),
     ("sparse_attention_fwd", "any", 0, 0, 2): TileConfig(64, 512, num_warps=4, num_stages=1),
     ("sparse_attention_fwd", "any", 0, 0, 4): TileConfig(16, 512, num_warps=8, num_stages=1),
     ("sparse_attention_fwd", INTERPRETER, 0, 0, 0): TileConfig(64, 64, num_warps=4, num_stages=1),
@@ -57,14 +57,14 @@ TABLE: dict[tuple[str, str, int, int, int], TileConfig] = {
     ("sparse_attention_bwd", "any", 0, 0, 4): TileConfig(16, 512, num_warps=8, num_stages=1),
     ("sparse_attention_bwd", INTERPRETER, 0, 0, 0): TileConfig(64, 64, num_warps=4, num_stages=1),
     # Rows: (query, head) rows of one program.
-    ("combine_slots", "any", 0, 0, 0): TileConfig(16, 0, num_warps=4, num_stages=3),
+    ("combine_slots", "any", 0, 0, 0): TileConfig(16, 0, num_warps=4, num_stages=1),
     ("combine_slots", INTERPRETER, 0, 0, 0): TileConfig(256, 0, num_warps=4, num_stages=1),
     # Sparse KL. Rows: queries of a tile; columns: queries of one work item.
-    ("sparse_kl_fwd", "sm90", 0, 0, 2): TileConfig(64, 512, num_warps=4, num_stages=2),
+    ("sparse_kl_fwd", "sm90", 0, 0, 2): TileConfig(64, 512, num_warps=4, num_stages=3),
     ("sparse_kl_fwd", "any", 0, 0, 2): TileConfig(64, 512, num_warps=4, num_stages=1),
     ("sparse_kl_fwd", "any", 0, 0, 4): TileConfig(16, 512, num_warps=8, num_stages=1),
     ("sparse_kl_fwd", INTERPRETER, 0, 0, 0): TileConfig(64, 64, num_warps=4, num_stages=1),
-    ("sparse_kl_bwd", "sm90", 0, 0, 2): TileConfig(64, 512, num_warps=8, num_stages=2),
+    ("sparse_kl_bwd", "sm90", 0, 0, 2): TileConfig(64, 1024, num_warps=8, num_stages=3),
     ("sparse_kl_bwd", "any", 0, 0, 2): TileConfig(64, 512, num_warps=8, num_stages=1),
     ("sparse_kl_bwd", "any", 0, 0, 4): TileConfig(16, 512, num_warps=8, num_stages=1),
     ("sparse_kl_bwd", INTERPRETER, 0, 0, 0): TileConfig(64, 64, num_warps=4, num_stages=1),

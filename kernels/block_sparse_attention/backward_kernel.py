@@ -115,13 +115,12 @@ def _sparse_attention_bwd_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
-    ITEM: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """One program per item. Tiles are transposed: [BLOCK_SIZE keys, ROWS = queries x heads]."""
     row, start, end, local_end, item = find_item(
-        row_start_ptr, local_end_ptr, row_item_ptr, item_row_ptr, chunk_item_ptr, chunk, ITEM
+        row_start_ptr, local_end_ptr, row_item_ptr, item_row_ptr, chunk_item_ptr, chunk
     )
     if start < end:
         block = row % num_blocks
@@ -163,6 +162,11 @@ def _sparse_attention_bwd_kernel(
             # Rows that only fill the tile up get P = 0.
             lse = tl.load(lse_ptr + row_place, mask=is_real, other=float("inf"))
             delta = tl.load(delta_ptr + row_place)
+            place = (pair - first_pair).to(tl.int64) * HEADS + head
+            grad_size = tl.load(grad_size_ptr + row_place) + value_size
+            unit = key_size + tl.maximum(grad_size, tl.load(delta_size_ptr + row_place))
+            unit = tl.minimum(tl.maximum(unit, -100.0), 100.0)
+            tl.store(dq_unit_ptr + place, tl.exp2(unit), mask=is_real)
             # [BLOCK_SIZE, ROWS]
             scores = tl.dot(key, tl.trans(query), input_precision=PRECISION)
             probs = tl.exp2(scores * (scale * LOG2E) - (lse * LOG2E)[None, :])
@@ -172,15 +176,10 @@ def _sparse_attention_bwd_kernel(
             dv += tl.dot(probs.to(grad.dtype), grad, input_precision=PRECISION)
             dprobs = tl.dot(value, tl.trans(grad), input_precision=PRECISION)
             dscores = probs * (dprobs - delta[None, :])
-            place = (pair - first_pair).to(tl.int64) * HEADS + head
             tl.store(sigma_ptr + place, tl.sum(dscores, 0), mask=is_real)
             dscores_low = dscores.to(query.dtype)
             dk += tl.dot(dscores_low, query, input_precision=PRECISION)
             dq = tl.dot(tl.trans(dscores_low), centred, input_precision=PRECISION)
-            grad_size = tl.load(grad_size_ptr + row_place) + value_size
-            unit = key_size + tl.maximum(grad_size, tl.load(delta_size_ptr + row_place))
-            unit = tl.minimum(tl.maximum(unit, -100.0), 100.0)
-            tl.store(dq_unit_ptr + place, tl.exp2(unit), mask=is_real)
             tl.store(
                 dq_partial_ptr + place[:, None] * HEAD_DIM + offs_d[None, :],
                 (dq * tl.exp2(-unit)[:, None]).to(dq_partial_ptr.dtype.element_ty),
@@ -247,6 +246,7 @@ def _dq_kernel(
     stride_ik,
     NUM_GROUPS: tl.constexpr,
     NUM_SELECTED: tl.constexpr,
+    SLOTS: tl.constexpr,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -264,28 +264,43 @@ def _dq_kernel(
     group = query_head // HEADS
     ids_ptr = block_indices_ptr + query_row * stride_it + group * stride_ig
     first_place = (row // HEADS) * (NUM_SELECTED * HEADS) + query_head % HEADS
+    slots = tl.arange(0, SLOTS)
+    ids = tl.load(
+        ids_ptr[:, None] + slots[None, :] * stride_ik,
+        mask=mask[:, None] & (slots < NUM_SELECTED)[None, :],
+        other=-1,
+    )
+    # Visible ids come first.
+    num_used = tl.sum(((ids >= 0) & (ids * BLOCK_SIZE <= position[:, None])).to(tl.int32), 1)
     offs_d = tl.arange(0, HEAD_DIM)[None, :]
     dq = tl.zeros((ROWS, HEAD_DIM), dtype=tl.float32)
-    mean_sum = tl.zeros((ROWS, HEAD_DIM), dtype=tl.float32)
+    # Where a tile is one query and group, its heads share the row of means.
+    MEAN_ROWS: tl.constexpr = 1 if ROWS == HEADS else ROWS
+    mean_sum = tl.zeros((MEAN_ROWS, HEAD_DIM), dtype=tl.float32)
     sigma_sum = tl.zeros((ROWS,), dtype=tl.float32)
-    count = tl.zeros((ROWS,), dtype=tl.float32)
-    for slot in tl.range(0, NUM_SELECTED, num_stages=STAGES):
-        block = tl.load(ids_ptr + slot * stride_ik, mask=mask, other=-1)
-        is_kept = (block >= 0) & (block * BLOCK_SIZE <= position)
+    for slot in tl.range(0, tl.max(num_used, 0), num_stages=STAGES):
+        is_kept = slot < num_used
         place = first_place + slot * HEADS
-        table_row = (first_block + block).to(tl.int64)
-        if not SHARED_KEY:
-            table_row = table_row * NUM_GROUPS + group
-        # [ROWS, HEAD_DIM]
-        mean = tl.load(mean_ptr + table_row[:, None] * HEAD_DIM + offs_d, mask=is_kept[:, None], other=0.0)
+        # [MEAN_ROWS, HEAD_DIM]
+        if ROWS == HEADS:
+            tile_query = first_query + tl.program_id(0).to(tl.int64) // NUM_GROUPS
+            tile_group = tl.program_id(0) % NUM_GROUPS
+            block = tl.load(block_indices_ptr + tile_query * stride_it + tile_group * stride_ig + slot * stride_ik)
+            table_row = (tl.load(query_table_ptr + tile_query * 3) + block).to(tl.int64) * NUM_GROUPS + tile_group
+            mean = tl.load(mean_ptr + table_row * HEAD_DIM + offs_d)
+        else:
+            blocks = tl.load(ids_ptr + slot * stride_ik, mask=is_kept, other=0)
+            table_rows = (first_block + blocks).to(tl.int64)
+            if not SHARED_KEY:
+                table_rows = table_rows * NUM_GROUPS + group
+            mean = tl.load(mean_ptr + table_rows[:, None] * HEAD_DIM + offs_d, mask=is_kept[:, None], other=0.0)
         partial = tl.load(partial_ptr + place[:, None] * HEAD_DIM + offs_d, mask=is_kept[:, None], other=0.0)
         unit = tl.load(unit_ptr + place, mask=is_kept, other=0.0)
         sigma = tl.load(sigma_ptr + place, mask=is_kept, other=0.0)
         dq += partial.to(tl.float32) * unit[:, None] + sigma[:, None] * mean
         mean_sum += mean
         sigma_sum += sigma
-        count += tl.where(is_kept, 1.0, 0.0)
-    dq -= (sigma_sum / tl.maximum(count, 1.0))[:, None] * mean_sum
+    dq -= (sigma_sum / tl.maximum(num_used, 1).to(tl.float32))[:, None] * mean_sum
     place = query_row * (NUM_GROUPS * HEADS) + query_head
     if SHARED_KEY:
         dq *= tl.load(weight_ptr + place, mask=mask, other=0.0)[:, None]

@@ -11,13 +11,18 @@ import triton.language as tl
 
 
 @triton.jit
-def find_item(row_start_ptr, local_end_ptr, row_item_ptr, item_row_ptr, chunk_item_ptr, chunk, ITEM: tl.constexpr):
+def find_item(row_start_ptr, local_end_ptr, row_item_ptr, item_row_ptr, chunk_item_ptr, chunk):
     """This program's row, its pairs [start, end), and where the masked ones end; end = start for a spare program."""
     item = tl.load(chunk_item_ptr + chunk) + tl.program_id(0)
     is_spare = item >= tl.load(chunk_item_ptr + chunk + 1)
     row = tl.load(item_row_ptr + item, mask=~is_spare, other=0)
-    start = tl.load(row_start_ptr + row) + (item - tl.load(row_item_ptr + row)) * ITEM
-    end = tl.minimum(start + ITEM, tl.load(row_start_ptr + row + 1))
+    row_start = tl.load(row_start_ptr + row)
+    num_pairs = (tl.load(row_start_ptr + row + 1) - row_start).to(tl.int64)
+    first_item = tl.load(row_item_ptr + row)
+    num_items = tl.maximum(tl.load(row_item_ptr + row + 1) - first_item, 1)
+    # Items of one row differ by one pair at most.
+    start = row_start + (num_pairs * (item - first_item) // num_items).to(tl.int32)
+    end = row_start + (num_pairs * (item - first_item + 1) // num_items).to(tl.int32)
     return row, start, tl.where(is_spare, start, end), tl.load(local_end_ptr + row), item
 
 
@@ -80,6 +85,7 @@ def _sparse_attention_fwd_kernel(
     chunk_item_ptr,
     partial_ptr,
     partial_lse_ptr,
+    partial_weight_ptr,
     chunk,
     first_pair,
     num_blocks,
@@ -96,13 +102,12 @@ def _sparse_attention_fwd_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
-    ITEM: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """One program per item: normalised partial outputs and their lse (in log2) for each pair and head."""
     row, start, end, local_end, _ = find_item(
-        row_start_ptr, local_end_ptr, row_item_ptr, item_row_ptr, chunk_item_ptr, chunk, ITEM
+        row_start_ptr, local_end_ptr, row_item_ptr, item_row_ptr, chunk_item_ptr, chunk
     )
     if start < end:
         block = row % num_blocks
@@ -112,7 +117,8 @@ def _sparse_attention_fwd_kernel(
         # [BLOCK_SIZE, HEAD_DIM]
         key = load_block(key_ptr, first_key, num_keys, group, stride_kt, stride_kg, BLOCK_SIZE, HEAD_DIM)
         value = load_block(value_ptr, first_key, num_keys, group, stride_vt, stride_vg, BLOCK_SIZE, HEAD_DIM)
-        unit = tl.exp2(15.0 - tl.load(stats_ptr + (block.to(tl.int64) * NUM_GROUPS + group) * 2))
+        unit = tl.load(stats_ptr + (block.to(tl.int64) * NUM_GROUPS + group) * 2) - 15.0
+        to_unit = tl.exp2(-unit)
         key_row = first_key + tl.arange(0, BLOCK_SIZE)
         offs_d = tl.arange(0, HEAD_DIM)
         offs_row = tl.arange(0, ROWS)
@@ -139,9 +145,11 @@ def _sparse_attention_fwd_kernel(
             probs = tl.exp2(scores * scale_log2 - largest[:, None])
             total = tl.sum(probs, 1)
             output = tl.dot(probs.to(value.dtype), value, input_precision=PRECISION)
-            output = output * (unit / total)[:, None]
+            output = output * (to_unit / total)[:, None]
             place = (pair - first_pair).to(tl.int64) * HEADS + head
-            tl.store(partial_lse_ptr + place, largest + tl.log2(total), mask=is_real)
+            lse = largest + tl.log2(total)
+            tl.store(partial_lse_ptr + place, lse, mask=is_real)
+            tl.store(partial_weight_ptr + place, lse + unit, mask=is_real)
             tl.store(
                 partial_ptr + place[:, None] * HEAD_DIM + offs_d[None, :],
                 output.to(partial_ptr.dtype.element_ty),
@@ -167,9 +175,9 @@ def head_rows(
 def _combine_kernel(
     partial_ptr,
     partial_lse_ptr,
+    partial_weight_ptr,
     block_indices_ptr,
     query_table_ptr,
-    stats_ptr,
     output_ptr,
     lse_ptr,
     first_query,
@@ -187,7 +195,7 @@ def _combine_kernel(
     STAGES: tl.constexpr,
 ):
     """output = sum over slots, in order, of exp(lse_slot - lse) partial_slot, for ROWS (query, head) rows."""
-    mask, row, query_row, query_head, first_block, position = head_rows(
+    mask, row, query_row, query_head, _, position = head_rows(
         first_query, num_queries, query_table_ptr, NUM_GROUPS, HEADS, ROWS
     )
     group = query_head // HEADS
@@ -205,7 +213,8 @@ def _combine_kernel(
     slot_lse = tl.load(
         partial_lse_ptr + first_place[:, None] + slots[None, :] * HEADS, mask=is_used, other=float("-inf")
     )
-    num_slots = tl.max(tl.max(tl.where(is_used, slots[None, :] + 1, 0), 1), 0)
+    # Visible ids come first, so no id has to be waited for below.
+    num_used = tl.sum(is_used.to(tl.int32), 1)
     largest = tl.max(slot_lse, 1)
     is_empty = largest == float("-inf")
     shift = tl.where(is_empty, 0.0, largest)
@@ -213,15 +222,14 @@ def _combine_kernel(
     lse = tl.where(is_empty, float("-inf"), shift + tl.log2(tl.where(is_empty, 1.0, total)))
     offs_d = tl.arange(0, HEAD_DIM)[None, :]
     output = tl.zeros((ROWS, HEAD_DIM), dtype=tl.float32)
-    for slot in tl.range(0, num_slots, num_stages=STAGES):
-        block = tl.load(ids_ptr + slot * stride_ik, mask=mask, other=-1)
-        is_kept = (block >= 0) & (block * BLOCK_SIZE <= position)
+    for slot in tl.range(0, tl.max(num_used, 0), num_stages=STAGES):
+        is_kept = slot < num_used
         place = first_place + slot * HEADS
-        stats_row = (first_block + block).to(tl.int64) * NUM_GROUPS + group
-        unit = tl.exp2(tl.load(stats_ptr + stats_row * 2, mask=is_kept, other=0.0) - 15.0)
-        weight = tl.exp2(tl.load(partial_lse_ptr + place, mask=is_kept, other=0.0) - lse) * unit
+        # The slot is in units of 2^unit.
+        weight = tl.load(partial_weight_ptr + place, mask=is_kept, other=float("-inf"))
         partial = tl.load(partial_ptr + place[:, None] * HEAD_DIM + offs_d, mask=is_kept[:, None], other=0.0)
-        output += tl.where(is_kept, weight, 0.0)[:, None] * partial.to(tl.float32)
+        output += tl.exp2(weight - shift)[:, None] * partial.to(tl.float32)
+    output *= (1.0 / tl.where(is_empty, 1.0, total))[:, None]
     place = query_row * (NUM_GROUPS * HEADS) + query_head
     # From log2 to the natural logarithm.
     tl.store(lse_ptr + place, lse * 0.6931471805599453, mask=mask)

@@ -112,7 +112,7 @@ def _sparse_attention(
     )
     chunk_rows = min(query_chunk, num_queries)
     partial = query.new_empty((chunk_rows, num_groups, num_selected, heads, head_dim), dtype=partial_dtype(query.dtype))
-    partial_lse = query.new_empty(partial.shape[:4], dtype=torch.float32)
+    partial_lse, partial_weight = (query.new_empty(partial.shape[:4], dtype=torch.float32) for _ in range(2))
     for chunk, (first_query, chunk_queries) in enumerate(chunk_ranges(index, num_queries)):
         _sparse_attention_fwd_kernel[(index.max_items,)](
             query,
@@ -124,6 +124,7 @@ def _sparse_attention(
             *index_arguments(index),
             partial,
             partial_lse,
+            partial_weight,
             chunk,
             first_query * num_groups * num_selected,
             num_blocks,
@@ -137,7 +138,6 @@ def _sparse_attention(
             HEAD_DIM=head_dim,
             BLOCK_SIZE=block_size,
             ROWS=tile.rows,
-            ITEM=tile.columns,
             PRECISION=dot_precision(query.dtype),
             STAGES=tile.num_stages,
             num_warps=tile.num_warps,
@@ -145,9 +145,9 @@ def _sparse_attention(
         _combine_kernel[(triton.cdiv(chunk_queries * num_heads, combine.rows),)](
             partial,
             partial_lse,
+            partial_weight,
             block_indices,
             query_table,
-            stats,
             output,
             lse,
             first_query,
@@ -267,7 +267,6 @@ def _sparse_attention_backward(
             HEAD_DIM=head_dim,
             BLOCK_SIZE=block_size,
             ROWS=tile.rows,
-            ITEM=tile.columns,
             PRECISION=dot_precision(query.dtype),
             STAGES=tile.num_stages,
             num_warps=tile.num_warps,
@@ -289,6 +288,7 @@ def _sparse_attention_backward(
             *block_indices.stride(),
             NUM_GROUPS=num_groups,
             NUM_SELECTED=num_selected,
+            SLOTS=next_power_of_two(num_selected),
             HEADS=heads,
             HEAD_DIM=head_dim,
             BLOCK_SIZE=block_size,

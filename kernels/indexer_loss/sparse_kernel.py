@@ -67,14 +67,13 @@ def _sparse_kl_fwd_kernel(
     INDEX_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
-    ITEM: tl.constexpr,
     PRECISION: tl.constexpr,
     INDEX_PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """One program per item: of each pair the student's lse, sum P and sum P (log P - S_idx), all in log2."""
     row, start, end, local_end, _ = find_item(
-        row_start_ptr, local_end_ptr, row_item_ptr, item_row_ptr, chunk_item_ptr, chunk, ITEM
+        row_start_ptr, local_end_ptr, row_item_ptr, item_row_ptr, chunk_item_ptr, chunk
     )
     if start < end:
         block = row % num_blocks
@@ -202,7 +201,6 @@ def _sparse_kl_bwd_kernel(
     INDEX_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
-    ITEM: tl.constexpr,
     PRECISION: tl.constexpr,
     INDEX_PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
@@ -212,7 +210,7 @@ def _sparse_kl_bwd_kernel(
     The row's weight (its upstream gradient, scaled to at most 1) enters dK here and dQ in the sum over slots.
     """
     row, start, end, local_end, item = find_item(
-        row_start_ptr, local_end_ptr, row_item_ptr, item_row_ptr, chunk_item_ptr, chunk, ITEM
+        row_start_ptr, local_end_ptr, row_item_ptr, item_row_ptr, chunk_item_ptr, chunk
     )
     if start < end:
         block = row % num_blocks
