@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from msa_pretrain.kernels import Segments, decode_attention, select_blocks, sparse_attention
 
 BACKENDS = ["reference", "triton"]
-LENGTHS = [1, 0, 15, 16, 17, 96, 97, 127]
+LENGTHS = [1, 0, 16, 17, 96, 127]
 
 
 def inputs(lengths, *, capacity=130, dtype=torch.float32, n=6, g=2, d=32, i=16, integer=False, seed=0):
@@ -57,7 +57,7 @@ def assert_bit_equal(one, other):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_equals_the_last_rows_of_the_full_forward(backend):
     """One sequence, decoded at every length that crosses or touches a block border, and at a few others."""
-    lengths = [1, 2, 15, 16, 17, 31, 32, 33, 64, 65, 100]
+    lengths = [1, 15, 16, 17, 48, 49, 100]
     generator = torch.Generator().manual_seed(0)
     query, key, value, index_query, index_key = (
         torch.randn(shape, generator=generator)
@@ -83,12 +83,16 @@ def test_equals_the_last_rows_of_the_full_forward(backend):
     torch.testing.assert_close(result.lse, lse[rows], rtol=0, atol=2e-6)
 
 
-# n, g, d, i, block size, k, init blocks
-SHAPES = [(6, 2, 32, 16, 16, 3, 0), (5, 5, 64, 32, 16, 1, 0), (16, 1, 16, 64, 32, 4, 1), (12, 4, 128, 128, 64, 12, 2)]
+# dtype, n, g, d, i, block size, k, init blocks
+CASES = [
+    (torch.float32, 6, 2, 32, 16, 16, 3, 0),
+    (torch.float16, 5, 5, 64, 32, 16, 1, 0),
+    (torch.float16, 16, 1, 16, 64, 32, 4, 1),
+    (torch.float32, 4, 2, 128, 128, 64, 12, 2),
+]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("n, g, d, i, block_size, k, init_blocks", SHAPES)
+@pytest.mark.parametrize("dtype, n, g, d, i, block_size, k, init_blocks", CASES)
 def test_integer_index_inputs_equal_the_reference(dtype, n, g, d, i, block_size, k, init_blocks):
     """Many ties; the same ids. Output and lse by the rule: error <= 2 x the reference's in the same dtype + floor."""
     x = inputs(LENGTHS, dtype=dtype, n=n, g=g, d=d, i=i, integer=True)
@@ -111,9 +115,9 @@ def test_all_scores_equal_keeps_lowest_ids():
 
 
 def test_more_blocks_than_one_program_ranks():
-    """200 blocks: parts are scanned and ranked apart, then merged."""
-    x = inputs([3200, 3111, 1], capacity=3200, integer=True, n=2)
-    ours, theirs = run(x, k=5), run(x, k=5, backend="reference")
+    """140 blocks: parts are scanned and ranked apart, then merged."""
+    x = inputs([2240, 1], capacity=2240, integer=True, n=1, g=1)
+    ours, theirs = run(x), run(x, backend="reference")
     assert torch.equal(ours.ids, theirs.ids)
     torch.testing.assert_close(ours.output, theirs.output, rtol=0, atol=2e-6)
 
@@ -121,9 +125,9 @@ def test_more_blocks_than_one_program_ranks():
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("poison", [math.nan, 1e30])
 def test_poison_past_the_length_changes_nothing(poison, backend):
-    x = inputs([1, 17, 0, 96], capacity=100)
+    x = inputs([1, 17, 0, 60], capacity=64)
     clean = run(x, backend=backend)
-    for row, length in enumerate([1, 17, 0, 96]):
+    for row, length in enumerate([1, 17, 0, 60]):
         for cache in (x.key_cache, x.value_cache, x.index_key_cache):
             cache[row, length:] = poison
     poisoned = run(x, backend=backend)
@@ -155,7 +159,7 @@ def test_strided_inputs():
 
 
 def test_repeats_are_bit_equal():
-    x = inputs(LENGTHS, dtype=torch.float16)
+    x = inputs([60, 17], dtype=torch.float16)
     assert_bit_equal(run(x), run(x))
 
 
@@ -177,7 +181,7 @@ def test_opcheck():
             return func(*args, **(kwargs or {}))
 
     with Record():
-        run(inputs([5, 20], capacity=20))
+        run(inputs([5, 20], capacity=20, n=1, g=1), k=2)
     (arguments,) = calls
     torch.library.opcheck(op, arguments)
 

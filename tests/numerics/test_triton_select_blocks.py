@@ -56,12 +56,17 @@ def assert_same(actual, expected, atol=2e-6):
     torch.testing.assert_close(actual.lse, expected.lse, rtol=0, atol=atol)
 
 
-# g, i, block size, k, init blocks: every supported index dim and block size; k below, at and between powers of two.
-SHAPES = [(1, 16, 32, 1, 0), (2, 64, 16, 3, 1), (3, 32, 32, 5, 2), (2, 128, 64, 2, 0), (1, 64, 128, 32, 3)]
+# dtype, g, i, block size, k, init blocks: every index dim and block size; k below, at and between powers of two.
+CASES = [
+    (torch.float32, 1, 16, 32, 1, 0),
+    (torch.float16, 2, 64, 16, 3, 1),
+    (torch.float32, 3, 32, 32, 5, 2),
+    (torch.float16, 2, 128, 64, 2, 0),
+    (torch.float32, 1, 64, 128, 32, 3),
+]
 
 
-@pytest.mark.parametrize("g, i, block_size, k, init_blocks", SHAPES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype, g, i, block_size, k, init_blocks", CASES)
 def test_integer_inputs_equal_the_reference(g, i, block_size, k, init_blocks, dtype):
     """Exact sums and many ties: the same ids; packed documents of awkward lengths, one empty, and padding."""
     segments = Segments.from_cu_seqlens(BORDERS, BORDERS[-1] + 5)
@@ -78,7 +83,7 @@ def test_fragments_with_nested_key_ranges():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_real_inputs_differ_at_the_cut_only(dtype):
     """A block that one kept and the other not lies within 2 i 2^-24 sum|products| of the cut."""
-    index_query, index_key = inputs(300, 300, dtype=dtype, i=64)
+    index_query, index_key = inputs(300, 300, dtype=dtype, g=1, i=64)
     segments = Segments.from_cu_seqlens([0, 300])
     ours, theirs = (run(index_query, index_key, segments, backend=backend) for backend in ("triton", "reference"))
     scores = torch.einsum("tgi,ji->tgj", index_query.double(), index_key.double())
@@ -87,7 +92,7 @@ def test_real_inputs_differ_at_the_cut_only(dtype):
     scores = scores.masked_fill(torch.arange(304) > torch.arange(300)[:, None, None], -math.inf)
     pooled, bound = (x.unflatten(2, (-1, 16)).amax(3) for x in (scores, magnitudes))
     rows, groups = (ours.ids != theirs.ids).any(2).nonzero(as_tuple=True)
-    assert len(rows) <= 300 * 2 / 1000
+    assert len(rows) <= 300 / 1000
     for row, group in zip(rows.tolist(), groups.tolist(), strict=True):
         mine, other = (set(x.ids[row, group].tolist()) - {-1} for x in (ours, theirs))
         cut = min(pooled[row, group, b] for b in other - {row // 16})
@@ -98,7 +103,7 @@ def test_real_inputs_differ_at_the_cut_only(dtype):
 
 def test_each_document_keeps_the_blocks_of_its_solo_run():
     """The lse may round differently here: the interpreter's matrix products depend on a row's place in the tile."""
-    lengths = [1, 127, 129, 3, 0, 64]
+    lengths = [1, 127, 3, 0, 65]
     borders = [sum(lengths[:j]) for j in range(len(lengths) + 1)]
     index_query, index_key = inputs(borders[-1], borders[-1])
     packed = run(index_query, index_key, Segments.from_cu_seqlens(borders), block_size=32, k=2)
@@ -117,15 +122,15 @@ def test_score_chunks_change_nothing(monkeypatch):
     from msa_pretrain.kernels.block_selection import launch
 
     x = inputs(300, 300)
-    whole = run(*x, Segments.from_cu_seqlens([0, 170, 300]), block_size=32)
+    whole = run(*x, Segments.from_cu_seqlens([0, 170, 300]), block_size=64, k=2)
     monkeypatch.setattr(launch, "SCORE_BUFFER", 1500)
-    chunked = run(*x, Segments.from_cu_seqlens([0, 170, 300]), block_size=32)
+    chunked = run(*x, Segments.from_cu_seqlens([0, 170, 300]), block_size=64, k=2)
     assert torch.equal(whole.ids, chunked.ids) and torch.equal(whole.lse, chunked.lse)
 
 
 def test_repeats_are_bit_equal():
-    x = inputs(200, 200, dtype=torch.float16)
-    first, second = (run(*x, Segments.from_cu_seqlens([0, 200])) for _ in range(2))
+    x = inputs(100, 100, dtype=torch.float16)
+    first, second = (run(*x, Segments.from_cu_seqlens([0, 100])) for _ in range(2))
     assert torch.equal(first.ids, second.ids) and torch.equal(first.lse, second.lse)
 
 
@@ -231,7 +236,7 @@ def test_future_non_finite_key_is_not_reported():
 def test_opcheck():
     from msa_pretrain.kernels.block_selection.launch import select_blocks_triton
 
-    index_query, index_key = inputs(40, 40)
+    index_query, index_key = inputs(40, 40, g=1)
     calls = []
     op = torch.ops.msa_pretrain.select_blocks.default
 
