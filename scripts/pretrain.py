@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 
 from msa_pretrain.training.config import ConfigError, check_overrides, load_config
 
-# Of Megatron at every start: model.backend asks for torch's own ops; it uses deprecated names and reads inner gradients.
+# Megatron's at every start: model.backend asks for torch's own ops; deprecated names; gradients of inner tensors.
 EXPECTED_WARNINGS = (
     "(Transformer Engine and )?Apex (are|is) not installed",
     r"`torch\.distributed\.\w+` is deprecated",
@@ -39,7 +39,10 @@ def run(cfg: DictConfig) -> None:
         warnings.filterwarnings("ignore", message=message)
     from msa_pretrain.training.launch import train  # imports Megatron, which takes seconds
 
-    train(config, overrides=[argument for argument in sys.argv[1:] if "=" in argument])
+    try:
+        train(config, overrides=[argument for argument in sys.argv[1:] if "=" in argument])
+    except ConfigError as err:
+        sys.exit(str(err))
 
 
 def main() -> None:

@@ -69,6 +69,10 @@ POSITIVE = (
     "optim.indexer_clip_norm",
 )
 
+TRITON_SIZES = (16, 32, 64, 128)
+TRITON_MAX_TOP_K = 32
+TRITON_MAX_HEADS_PER_GROUP = 16
+
 
 def cross_check(config: TrainConfig, world_size: int | None) -> Iterator[str]:
     """Every problem of `config`; checks that divide by a size run only once all sizes are sane."""
@@ -124,8 +128,8 @@ def _attention(config: TrainConfig) -> Iterator[str]:
             f"attention.index_dim ({attention.index_dim}) must be at least model.rotary_dim ({model.rotary_dim}), or "
             "set attention.index_rope=false."
         )
-    if attention.backend is not AttentionBackend.reference:
-        yield "attention.backend (triton) is not available in this version. Use reference."
+    if attention.backend is AttentionBackend.triton:
+        yield from _triton_sizes(config)
     if attention.kind is AttentionKind.dense:
         if attention.full_layers:
             yield "attention.full_layers has no effect with attention.kind=dense. Leave it empty."
@@ -136,6 +140,24 @@ def _attention(config: TrainConfig) -> Iterator[str]:
             )
     elif not config.spec.msa_layers:
         yield "attention.full_layers names every layer. Leave one out, or set attention.kind=dense."
+
+
+def _triton_sizes(config: TrainConfig) -> Iterator[str]:
+    """What the Triton ops would refuse at the first step (a test compares these numbers with theirs)."""
+    sizes = ("attention.block_size", "attention.index_dim", "model.head_dim")
+    for key in sizes if config.spec.msa_layers else ():
+        if (size := _get(config, key)) not in TRITON_SIZES:
+            yield f"{key} ({size}) must be {_choices(list(TRITON_SIZES))} with attention.backend=triton."
+    if config.attention.top_k > TRITON_MAX_TOP_K:
+        yield (
+            f"attention.top_k ({config.attention.top_k}) must be at most {TRITON_MAX_TOP_K} with "
+            "attention.backend=triton."
+        )
+    if (heads := config.model.num_query_heads // config.model.num_kv_heads) > TRITON_MAX_HEADS_PER_GROUP:
+        yield (
+            f"model.num_query_heads / model.num_kv_heads ({heads}) must be at most {TRITON_MAX_HEADS_PER_GROUP} with "
+            "attention.backend=triton."
+        )
 
 
 def _moe(config: TrainConfig) -> Iterator[str]:

@@ -89,5 +89,5 @@ def versions() -> dict[str, str]:
             found[package] = "absent"
     root = Path(__file__).resolve().parent.parent
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
-    found["commit"] = commit.stdout.strip() or "absent"
+    found["commit"] = commit.stdout.strip() if commit.returncode == 0 else "absent"
     return found

@@ -5,6 +5,7 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 from msa_pretrain.model.config import Precision, QKNorm
+from msa_pretrain.training import checks
 from msa_pretrain.training.config import ConfigError, blend, check_overrides, load_config, to_dict, to_yaml
 
 # (overrides, what the message must say)
@@ -91,6 +92,18 @@ BAD = {
         ["training.resume=nowhere"],
         "training.resume (nowhere) is neither auto, none, nor a checkpoint folder.",
     ),
+    "triton sizes": (
+        ["attention.backend=triton", "attention.block_size=24"],
+        "attention.block_size (24) must be 16, 32, 64 or 128 with attention.backend=triton.",
+    ),
+    "triton top-k": (
+        ["attention.backend=triton", "attention.top_k=33"],
+        "attention.top_k (33) must be at most 32 with attention.backend=triton.",
+    ),
+    "triton heads": (
+        ["attention.backend=triton", "model.num_query_heads=34"],
+        "model.num_query_heads / model.num_kv_heads (17) must be at most 16 with attention.backend=triton.",
+    ),
     "backend": (["model.backend=transformer_engine"], "model.backend (transformer_engine) is not available"),
 }
 
@@ -171,6 +184,23 @@ def test_a_ramped_batch_grows_by_samples_and_feeds_every_token(config_of):
     # 12 samples for the three increments: 4 samples each
     assert sizes[:4] == [1] * 4 and sizes[4:6] == [2] * 2 and sizes[6:8] == [3] * 2 and sizes[8] == 4
     assert consumed == config.total_samples == 960 and len(sizes) == config.total_steps
+
+
+def test_triton_limits_are_those_of_the_kernels():
+    from msa_pretrain.kernels.block_selection import launch as selection
+    from msa_pretrain.kernels.block_sparse_attention import launch as attention
+    from msa_pretrain.kernels.indexer_loss import dense_launch as dense_kl
+
+    sizes = {
+        selection.INDEX_DIMS,
+        selection.BLOCK_SIZES,
+        attention.SUPPORTED_SIZES,
+        dense_kl.INDEX_DIMS,
+        dense_kl.HEAD_DIMS,
+    }
+    assert sizes == {checks.TRITON_SIZES}
+    assert {max(selection.NUM_SELECTED), max(attention.NUM_SELECTED)} == {checks.TRITON_MAX_TOP_K}
+    assert {max(attention.HEADS_PER_GROUP), max(dense_kl.HEADS_PER_GROUP)} == {checks.TRITON_MAX_HEADS_PER_GROUP}
 
 
 def test_layout_checks_need_the_world_size(config_of):
