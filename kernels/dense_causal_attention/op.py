@@ -7,7 +7,7 @@ from ..checks import check_attention_inputs, check_backend, check_floating, reso
 from ..segments import Segments
 from .reference import dense_attention_reference
 
-BACKENDS = ("reference",)
+BACKENDS = ("reference", "triton")
 
 
 def dense_attention(
@@ -29,6 +29,10 @@ def dense_attention(
         lse fp32 (fp64 for fp64 inputs) [t_q, n], natural log, not differentiable.
         Rows in no document: output 0, lse -inf, gradients 0.
 
+    Backend "triton" takes the fused library kernels for fp16 and bf16 on a GPU, and a deterministic one of them under
+    `torch.use_deterministic_algorithms(True)` (library.py says which). There is no such kernel for fp32 or for the CPU:
+    there it computes as the reference does.
+
     Raises ValueError for inputs that do not fit.
     """
     op = "dense_attention"
@@ -37,4 +41,8 @@ def dense_attention(
     check_attention_inputs(op, segments, query, key, value)
     scale = resolve_scale(op, softmax_scale, query.shape[2])
     with torch.autocast(query.device.type, enabled=False):
+        if backend == "triton" and query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
+            from .library import dense_attention_library
+
+            return dense_attention_library(query, key, value, segments, softmax_scale=scale)
         return dense_attention_reference(query, key, value, segments, softmax_scale=scale)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+
 from msa_pretrain.kernels import Segments, sparse_attention, sparse_indexer_kl
 from msa_pretrain.kernels.block_sparse_attention.launch import sparse_attention_triton
 from msa_pretrain.kernels.indexer_loss.sparse_launch import sparse_indexer_kl_triton

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+
 from msa_pretrain.kernels import Segments, dense_attention, select_blocks, sparse_attention, tiling
 
 
@@ -339,7 +340,7 @@ def test_lse_is_not_differentiable_and_autocast_changes_nothing(make_inputs, kin
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"backend": "triton"}, r"backend 'triton' does not exist for this op\. Use one of: reference"),
+        ({"backend": "pallas"}, r"backend 'pallas' does not exist for this op\. Use one of: reference"),
         ({"query": torch.zeros(6, 4, 8).long()}, r"query has dtype torch.int64\. Use one of"),
         ({"value": torch.zeros(6, 2, 8).half()}, r"value is torch.float16 but query is torch.float32"),
         ({"key": torch.zeros(6, 2, 8, device="meta")}, r"key is on meta but query is on cpu"),

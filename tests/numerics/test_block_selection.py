@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+
 from msa_pretrain.kernels import Segments, block_scores, select_blocks, tiling
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from msa_pretrain.kernels import Segments
 
 

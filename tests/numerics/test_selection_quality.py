@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
 from msa_pretrain.kernels import Segments, SelectionQuality, select_blocks, selection_quality, skill, tiling
 
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
 from msa_pretrain.kernels import Segments, dense_attention, sparse_attention
 from msa_pretrain.kernels.block_sparse_attention.launch import sparse_attention_triton
 from msa_pretrain.kernels.block_sparse_attention.reverse_index import build_reverse_index, document_tables

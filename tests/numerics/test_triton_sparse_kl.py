@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
 from msa_pretrain.kernels import Segments, dense_indexer_kl, select_blocks, sparse_attention, sparse_indexer_kl
 from msa_pretrain.kernels.block_sparse_attention.reverse_index import document_tables
 from msa_pretrain.kernels.indexer_loss.sparse_launch import sparse_indexer_kl_triton
