@@ -7,14 +7,18 @@ PIP := $(BIN)/pip --disable-pip-version-check install --quiet
 # A Python that has torch keeps it: the environment sees it. Otherwise torch is installed, from TORCH_INDEX_URL when set.
 HAS_TORCH := $(shell $(PYTHON) -c 'import torch' 2>/dev/null && echo yes)
 
-.PHONY: pretrain test test-slow lint dry-run megatron-next clean
+.PHONY: pretrain test test-layouts test-slow lint dry-run megatron-next clean
 
 pretrain: $(VENV)/.runtime
 	$(BIN)/python -m msa_pretrain.scripts.prepare_data --corpus builtin --output runs/data/builtin
 	$(BIN)/python -m msa_pretrain.scripts.pretrain experiment=cpu_smoke
 
 test: $(VENV)/.dev
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest -m "not slow and not layouts"
+
+# Many jobs of one and two processes: layouts, restarts, resharding (about five minutes).
+test-layouts: $(VENV)/.dev
+	$(BIN)/pytest -m layouts
 
 test-slow: $(VENV)/.dev
 	$(BIN)/pytest -m slow

@@ -10,6 +10,8 @@ from plans import ALONE, CUTS, LAYOUTS, RESUMED
 
 from msa_pretrain.model.parallel import distributed
 
+pytestmark = pytest.mark.layouts
+
 # One weight of each kind whose moments a checkpoint must hold.
 TRAINED = {
     "model.embedding.word_embeddings.weight",

@@ -2,7 +2,7 @@
 
 import pytest
 
-pytestmark = pytest.mark.megatron_fault
+pytestmark = [pytest.mark.megatron_fault, pytest.mark.layouts]
 
 
 def test_batched_messages_between_two_stages_compute_a_wrong_model(walked):
