@@ -30,13 +30,13 @@ TABLE: dict[tuple[str, str, int, int, int], TileConfig] = {
     ("rank_blocks", "any", 0, 0, 0): TileConfig(8, 32, num_warps=1, num_stages=1),
     ("rank_blocks", INTERPRETER, 0, 0, 0): TileConfig(128, 64, num_warps=4, num_stages=1),
     # Rows gathered at once; columns: rows of one work item.
-    ("kept_lse", "any", 0, 0, 2): TileConfig(128, 512, num_warps=4, num_stages=3),
+    ("kept_lse", "any", 0, 0, 2): TileConfig(64, 512, num_warps=4, num_stages=2),
     ("kept_lse", "any", 0, 0, 4): TileConfig(32, 512, num_warps=4, num_stages=1),
     ("kept_lse", INTERPRETER, 0, 0, 0): TileConfig(64, 128, num_warps=4, num_stages=1),
     # Decoding: columns are blocks of one program, in the scan of the index keys and in the ranking.
     ("decode_scan", "any", 0, 0, 0): TileConfig(16, 8, num_warps=4, num_stages=3),
     ("decode_scan", INTERPRETER, 0, 0, 0): TileConfig(16, 4, num_warps=4, num_stages=1),
-    ("decode_rank", "any", 0, 0, 0): TileConfig(1, 256, num_warps=1, num_stages=1),
+    ("decode_rank", "any", 0, 0, 0): TileConfig(1, 512, num_warps=1, num_stages=1),
     ("decode_rank", INTERPRETER, 0, 0, 0): TileConfig(1, 64, num_warps=1, num_stages=1),
     # Full-sequence KL; the backward's columns are keys of one program.
     ("dense_kl_fwd", "sm90", 0, 0, 2): TileConfig(128, 128, num_warps=8, num_stages=3),

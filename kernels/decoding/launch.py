@@ -55,7 +55,7 @@ def _decode_attention(
     )  # fmt: skip
 
     rank = tile_config("decode_rank", device, head_dim=index_dim, itemsize=index_query.dtype.itemsize)
-    columns = 128  # keys looked at in one step: one row has few other sources of work
+    columns = 32  # keys looked at in one step; at least num_best
     parts = triton.cdiv(num_blocks, rank.columns)
     bitonic = device.type == "cuda"
     best = torch.empty((num_sequences, num_groups, parts * num_best), dtype=torch.int64, device=device)

@@ -56,12 +56,12 @@ def attention(x, segments, backend="triton"):
     return dict(zip(names, (output.detach(), lse, *gradients), strict=True))
 
 
-def assert_within_rule(ours, same, truth, floor, factor=2):
+def assert_within_rule(ours, same, truth, floor):
     for name, expected in truth.items():
         some = expected.isfinite()
         assert torch.equal(some, ours[name].isfinite()), name
         error, peer = ((y[name].double() - expected)[some].abs().max().item() for y in (ours, same))
-        allowed = factor * peer + floor * expected[some].abs().max().item()
+        allowed = 2 * peer + floor * expected[some].abs().max().item()
         print(f"{name}: error {error:.2e}, peer {peer:.2e}, allowed {allowed:.2e}")
         assert error <= allowed, f"{name}: error {error:.2e} > {allowed:.2e}, peer {peer:.2e}"
 
@@ -85,15 +85,16 @@ def test_kl_value_and_gradients(dtype, segments, n, g, d, i, shift):
 
 
 def test_kl_of_8k_tokens():
+    """Against the reference in fp32 on the same bf16 numbers: in bf16 it adds up key gradients in 64 rounded steps."""
     segments = Segments.from_cu_seqlens([0, 8192])
     x = inputs(segments, n=48, g=8)
     lse = dense_attention(x.query, x.key, x.value, segments, backend="triton")[1]
-    ours, same = (kl(x, segments, backend, lse=lse) for backend in ("triton", "reference"))
-    for name, atol in zip(NAMES, (4e-6, 2.0**-8, 2.0**-8), strict=True):
-        largest = 1 if name == "kl" else same[name].abs().max().item()
-        torch.testing.assert_close(
-            ours[name], same[name], rtol=0, atol=atol * largest, msg=lambda m, n=name: f"{n}: {m}"
-        )
+    ours = kl(x, segments, lse=lse)
+    single = SimpleNamespace(**{name: tensor.float() for name, tensor in vars(x).items()})
+    truth = kl(single, segments, "reference", lse=lse)
+    for name, share in zip(NAMES, (4e-6, 2.0**-8, 2.0**-8), strict=True):
+        largest = 1 if name == "kl" else truth[name].abs().max().item()
+        assert (ours[name].float() - truth[name]).abs().max() <= share * largest, name
 
 
 def test_kl_20_repeats_are_bit_equal():
@@ -104,8 +105,16 @@ def test_kl_20_repeats_are_bit_equal():
         assert all(torch.equal(first[name], again[name]) for name in NAMES)
 
 
+@pytest.fixture
+def ordered_sums():
+    """The library's backward repeats bit for bit only in this mode."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize("poison", [math.nan, 1e30])
-def test_poison_in_padding_changes_nothing(poison):
+def test_poison_in_padding_changes_nothing(poison, ordered_sums):
     x = inputs(PACKED)
     lse = dense_attention(x.query, x.key, x.value, PACKED, backend="triton")[1]
     weights = torch.rand(PACKED.num_queries, 4, device="cuda")
@@ -114,8 +123,8 @@ def test_poison_in_padding_changes_nothing(poison):
         tensor[BORDERS[-1] :] = poison
     poisoned, poisoned_attention = kl(x, PACKED, weights=weights, lse=lse), attention(x, PACKED)
     assert all(torch.equal(clean[name], poisoned[name]) for name in NAMES)
-    for name in ("output", "lse", "d_query"):
-        assert torch.equal(clean_attention[name], poisoned_attention[name]), name
+    for name, tensor in clean_attention.items():
+        assert torch.equal(tensor, poisoned_attention[name]), name
 
 
 def test_kl_offsets_past_2_31():
@@ -151,30 +160,26 @@ def deterministic(request):
     torch.use_deterministic_algorithms(False)
 
 
-# Library kernels round the probabilities to 16 bits, which the reference (fp32 inside) does not: factor 4.
+# Largest measured error / peer: output 1.3, d_query 1.83, d_key 1.81, d_value 1.43; lse 1.2e-6.
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("segments", [PACKED, NESTED], ids=["packed", "nested"])
 @pytest.mark.parametrize("n, g, d", [(64, 4, 128), (48, 8, 128), (6, 2, 64)])
 def test_dense_attention(deterministic, dtype, segments, n, g, d):
     x = inputs(segments, dtype=dtype, n=n, g=g, d=d)
     truth = attention(doubled(x), segments, "reference")
-    assert_within_rule(attention(x, segments), attention(x, segments, "reference"), truth, floor=2e-6, factor=4)
+    assert_within_rule(attention(x, segments), attention(x, segments, "reference"), truth, floor=2e-6)
 
 
-def test_deterministic_dense_attention_repeats_bit_for_bit():
-    torch.use_deterministic_algorithms(True)
-    try:
-        segments = Segments.from_cu_seqlens([0, 2048, 2500, 8192])
-        x = inputs(segments)
-        first = attention(x, segments)
-        for _ in range(20):
-            again = attention(x, segments)
-            assert all(torch.equal(first[name], again[name]) for name in first)
-    finally:
-        torch.use_deterministic_algorithms(False)
+def test_deterministic_dense_attention_repeats_bit_for_bit(ordered_sums):
+    segments = Segments.from_cu_seqlens([0, 2048, 2500, 8192])
+    x = inputs(segments)
+    first = attention(x, segments)
+    for _ in range(20):
+        again = attention(x, segments)
+        assert all(torch.equal(first[name], again[name]) for name in first)
 
 
-def test_dense_attention_strided_views_and_stride_0_gradient():
+def test_dense_attention_strided_views_and_stride_0_gradient(ordered_sums):
     segments = Segments.from_cu_seqlens([0, 500, 1524])
     x = inputs(segments)
     fused = torch.cat([x.query, x.key, x.value], dim=1)
