@@ -11,6 +11,7 @@ from torch import nn
 
 from ..data.loader import TrainingStream
 from ..data.packing import PackedBatch
+from ..kernels import raise_if_not_finite
 from ..model.config import Phase
 from ..model.flops import step_flops
 from ..model.gpt import build_model
@@ -123,6 +124,7 @@ class Trainer:
         sums = run_micro_batches(list[nn.Module](self.chunks), self.spec, batches, plan)
         limits = {"backbone": config.optim.clip_norm, "indexer": config.optim.indexer_clip_norm}
         outcome = clip_and_step(self.optimizer, limits)
+        raise_if_not_finite()  # the index scores of this step, where the norms have waited for the GPU anyway
         load = balance_experts(list[nn.Module](self.chunks), self.spec, applied=outcome.applied)
         state.step = step
         state.tokens_before_step = state.consumed_tokens

@@ -203,7 +203,7 @@ def test_keys_of_a_checkpoint_are_those_that_were_frozen(finished):
     assert model == json.loads((GOLDEN / "checkpoint_keys.json").read_text())
     trained = {key for key in model if not key.endswith("expert_bias")}
     assert set(shapes) == set(model) | {
-        f"optimizer.state.{moment}.{key}" for moment in ("exp_avg", "exp_avg_sq") for key in trained
+        f"optimizer.state.{state}.{key}" for state in ("param", "exp_avg", "exp_avg_sq") for key in trained
     }
 
 
