@@ -135,8 +135,8 @@ class MSAAttention(MegatronModule):
         # once under full recompute, whose first pass runs without gradients
         counted = torch.is_grad_enabled() or not self.training
         measurements = context.measurements if counted else None
-        measure_quality = measurements is not None and context.quality_rows is not None
-        if not warmup or measure_quality:
+        quality_rows = context.quality_rows if measurements is not None else None
+        if not warmup or quality_rows is not None:
             with torch.no_grad():
                 block_indices, _ = select_blocks(
                     index_query,
@@ -156,19 +156,19 @@ class MSAAttention(MegatronModule):
             kl = sparse_indexer_kl(index_query, index_key, query, key, lse, block_indices, segments, **sparse)
         if measurements is not None:
             measurements.add_kl(self.layer, kl.detach().double().sum())
-        if measurements is not None and context.quality_rows is not None:
-            quality = selection_quality(
-                query,
-                key,
-                index_query,
-                index_key,
-                block_indices,
-                segments,
-                context.quality_rows,
-                block_size=attention.block_size,
-                support="full" if warmup else "kept",
-            )
-            measurements.add_quality(self.layer, quality)
+            if quality_rows is not None:
+                quality = selection_quality(
+                    query,
+                    key,
+                    index_query,
+                    index_key,
+                    block_indices,
+                    segments,
+                    quality_rows,
+                    block_size=attention.block_size,
+                    support="full" if warmup else "kept",
+                )
+                measurements.add_quality(self.layer, quality)
         if self.training and torch.is_grad_enabled():
             output = AttachLoss.apply(output, kl.sum() * context.kl_weight)
         return output

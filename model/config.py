@@ -99,6 +99,16 @@ class ParallelConfig:
     expert: int = 1
     dispatcher: Dispatcher = Dispatcher.alltoall
 
+    @property
+    def virtual_stages(self) -> int | None:
+        """As Megatron wants it: None without an interleaved schedule."""
+        return self.virtual_pipeline if self.virtual_pipeline > 1 else None
+
+    @property
+    def smallest_world(self) -> int:
+        """Processes that hold one copy of everything, experts included; every world is a multiple of it."""
+        return self.pipeline * self.expert
+
 
 @dataclass(kw_only=True)
 class ModelSpec:

@@ -52,9 +52,11 @@ def step_flops(spec: ModelSpec, lengths: Iterable[int], phase: Phase) -> float:
     """One training step (forward and backward, recompute not counted) over documents of these lengths."""
     lengths = list(lengths)
     flops = 6.0 * active_matmul_parameters(spec) * sum(lengths)
-    for layer in range(spec.model.num_layers):
-        main, index, kl = attention_forward(spec, lengths, phase if spec.is_msa(layer) else Phase.dense)
-        flops += main * (1 + ATTENTION_BACKWARD) + index + kl
+    num_msa = len(spec.msa_layers)
+    for layers, kind in ((num_msa, phase), (spec.model.num_layers - num_msa, Phase.dense)):
+        if layers:
+            main, index, kl = attention_forward(spec, lengths, kind)
+            flops += layers * (main * (1 + ATTENTION_BACKWARD) + index + kl)
     return flops
 
 

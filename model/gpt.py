@@ -1,6 +1,6 @@
 """The model of this rank: Megatron's GPTModel around our layers, one per virtual pipeline stage."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from megatron.core import parallel_state
@@ -19,7 +19,7 @@ def build_model(spec: ModelSpec, seq_length: int) -> list[GPTModel]:
     config = transformer_config(spec)
     chunks = []
     for stage in range(spec.parallel.virtual_pipeline):
-        vp_stage = stage if spec.parallel.virtual_pipeline > 1 else None
+        vp_stage = stage if spec.parallel.virtual_stages else None
         where = dict(ignore_virtual=False, vp_stage=vp_stage)
         model = GPTModel(
             config,
@@ -40,7 +40,7 @@ def build_model(spec: ModelSpec, seq_length: int) -> list[GPTModel]:
     return chunks
 
 
-def routers(chunks: list[nn.Module]) -> Iterator[tuple[int, SigmoidRouter]]:
+def routers(chunks: Sequence[nn.Module]) -> Iterator[tuple[int, SigmoidRouter]]:
     """(0-based global layer, router) of every MoE layer on this rank."""
     for chunk in chunks:
         for module in chunk.modules():

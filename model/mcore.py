@@ -10,7 +10,7 @@ from .config import ModelSpec, Precision, Recompute
 DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16}
 
 
-def transformer_config(spec: ModelSpec, *, meta_device: bool = False) -> TransformerConfig:
+def transformer_config(spec: ModelSpec) -> TransformerConfig:
     """Megatron's view of `spec`. The router, its bias and the auxiliary losses are ours, so their switches stay off."""
     model, moe, parallel = spec.model, spec.moe, spec.parallel
     chunks = parallel.pipeline * parallel.virtual_pipeline
@@ -45,7 +45,6 @@ def transformer_config(spec: ModelSpec, *, meta_device: bool = False) -> Transfo
         # weights are set afterwards, by seed and global name
         perform_initialization=False,
         use_cpu_initialization=not torch.cuda.is_available(),
-        init_model_with_meta_device=meta_device,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=spec.precision is Precision.bf16,
@@ -53,7 +52,7 @@ def transformer_config(spec: ModelSpec, *, meta_device: bool = False) -> Transfo
         tensor_model_parallel_size=parallel.tensor,
         sequence_parallel=parallel.sequence,
         pipeline_model_parallel_size=parallel.pipeline,
-        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
+        virtual_pipeline_model_parallel_size=parallel.virtual_stages,
         context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=1,

@@ -37,7 +37,7 @@ def model_parallel(parallel: ParallelConfig, seed: int) -> Iterator[None]:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
-        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
+        virtual_pipeline_model_parallel_size=parallel.virtual_stages,
         context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=1,
@@ -49,6 +49,11 @@ def model_parallel(parallel: ParallelConfig, seed: int) -> Iterator[None]:
         yield
     finally:
         parallel_state.destroy_model_parallel()
+
+
+def data_group() -> dist.ProcessGroup:
+    """The ranks that read different tokens and hold the same dense weights."""
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
 def device() -> torch.device:

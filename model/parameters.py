@@ -40,8 +40,8 @@ class ParameterCounts:
 def count_parameters(spec: ModelSpec) -> ParameterCounts:
     model, moe = spec.model, spec.moe
     size, moe_layers = model.hidden_size, len(spec.moe_layers)
-    expert = 3 * size * moe.expert_hidden_size
-    shared = 3 * size * moe.shared_hidden_size
+    expert = mlp_parameters(size, moe.expert_hidden_size)
+    shared = mlp_parameters(size, moe.shared_hidden_size)
     return ParameterCounts(
         embedding=model.vocab_size * size,
         head=0 if model.tie_embeddings else model.vocab_size * size,
@@ -50,9 +50,14 @@ def count_parameters(spec: ModelSpec) -> ParameterCounts:
         router=moe_layers * moe.num_experts * size,
         experts=moe_layers * (moe.num_experts * expert + shared),
         active_experts=moe_layers * (moe.top_k * expert + shared),
-        dense_mlp=(model.num_layers - moe_layers) * 3 * size * moe.dense_hidden_size,
+        dense_mlp=(model.num_layers - moe_layers) * mlp_parameters(size, moe.dense_hidden_size),
         norms=(2 * model.num_layers + 1) * size,
     )
+
+
+def mlp_parameters(hidden_size: int, ffn_size: int) -> int:
+    """Gate, up and down projection of one MLP or expert."""
+    return 3 * hidden_size * ffn_size
 
 
 def attention_parameters(spec: ModelSpec) -> int:

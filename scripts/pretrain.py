@@ -31,9 +31,9 @@ def run(cfg: DictConfig) -> None:
     except ConfigError as err:
         sys.exit(str(err))  # Hydra would print a traceback around it
     if dry_run:
-        from msa_pretrain.training.dry_run import report, smallest_world
+        from msa_pretrain.training.dry_run import report
 
-        print(report(config, world_size or smallest_world(config)))
+        print(report(config, world_size or config.parallel.smallest_world))
         return
     for message in EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message=message)

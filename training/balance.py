@@ -1,5 +1,7 @@
 """Expert load: the bias update after a successful step, and the load metrics."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -7,11 +9,11 @@ from torch import nn
 
 from ..model.config import ModelSpec
 from ..model.gpt import routers
-from ..model.parallel import device
+from ..model.parallel import data_group, device
 
 
 @torch.no_grad()
-def balance_experts(chunks: list[nn.Module], spec: ModelSpec, *, applied: bool) -> dict[str, float]:
+def balance_experts(chunks: Sequence[nn.Module], spec: ModelSpec, *, applied: bool) -> dict[str, float]:
     """Count the step's tokens over all ranks, update each layer's bias if the step was applied, return load metrics.
 
     The metrics are means and extremes over all MoE layers: max over mean load, experts without a token, bias range.
@@ -20,7 +22,7 @@ def balance_experts(chunks: list[nn.Module], spec: ModelSpec, *, applied: bool) 
     local = list(routers(chunks))
     if local:
         counts = torch.stack([router.take_counts() for _, router in local])
-        dist.all_reduce(counts, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        dist.all_reduce(counts, group=data_group())
         for (layer, router), count in zip(local, counts, strict=True):
             if applied:
                 router.update_expert_bias(count)

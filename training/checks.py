@@ -199,7 +199,7 @@ def _parallel(config: TrainConfig, world_size: int | None) -> Iterator[str]:
         return
     for name, size in (
         ("parallel.pipeline", parallel.pipeline),
-        ("parallel.pipeline x parallel.expert", expert(config)),
+        ("parallel.pipeline x parallel.expert", parallel.smallest_world),
     ):
         if world_size % size:
             yield (
@@ -212,10 +212,6 @@ def splits_evenly(num_layers: int, pipeline: int, virtual_pipeline: int) -> bool
     """Whether Megatron can split the layers, alone or with the embedding and the loss counted as one layer each."""
     chunks = pipeline * virtual_pipeline
     return num_layers % chunks == 0 or (chunks > 1 and (num_layers + 2) % chunks == 0 and num_layers + 2 > 2 * chunks)
-
-
-def expert(config: TrainConfig) -> int:
-    return config.parallel.pipeline * config.parallel.expert
 
 
 def _training(config: TrainConfig) -> Iterator[str]:
@@ -299,9 +295,8 @@ def _run(config: TrainConfig) -> Iterator[str]:
         yield f"run.name ({config.run.name!r}) must be letters, digits, '.', '_' and '-'."
     for key in ("train", "valid"):
         for source in getattr(config.data, key):
-            prefix, colon, share = source.rpartition(":")
-            prefix = prefix if colon else share
-            if colon and (not re.fullmatch(r"\d*\.?\d+", share) or float(share) == 0):
+            prefix, share = split_source(source)
+            if not re.fullmatch(r"\d*\.?\d+", share) or float(share) == 0:
                 yield f"data.{key}: the share in {source!r} must be a number above 0, as in {prefix}:0.5."
             if not config.dry_run and not Path(f"{prefix}.idx").is_file():
                 yield (
@@ -310,6 +305,12 @@ def _run(config: TrainConfig) -> Iterator[str]:
                 )
     if not config.dry_run and not config.data.train:
         yield "data.train is empty. Name at least one prepared dataset: data.train=[PREFIX]."
+
+
+def split_source(source: str) -> tuple[str, str]:
+    """PREFIX or PREFIX:SHARE -> (prefix, share as text, "1" where none is given)."""
+    prefix, colon, share = source.rpartition(":")
+    return (prefix, share) if colon else (source, "1")
 
 
 def _layer_list(key: str, layers: list[int], num_layers: int) -> Iterator[str]:

@@ -19,7 +19,7 @@ from ..model.config import (
     Precision,
     Recompute,
 )
-from .checks import cross_check
+from .checks import cross_check, split_source
 
 Schedule = Enum("Schedule", ["cosine", "wsd"])
 WandbMode = Enum("WandbMode", ["online", "offline", "off"])
@@ -88,11 +88,7 @@ def blend(sources: list[str]) -> dict[str, float]:
 
     Example: `["/data/web:0.9", "/data/code:0.1"]` gives `{"/data/web": 0.9, "/data/code": 0.1}`.
     """
-    shares = {}
-    for source in sources:
-        prefix, colon, share = source.rpartition(":")
-        shares[prefix if colon else share] = float(share) if colon else 1.0
-    return shares
+    return {prefix: float(share) for prefix, share in map(split_source, sources)}
 
 
 @dataclass(kw_only=True)

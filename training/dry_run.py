@@ -2,7 +2,7 @@
 
 from ..model.config import ModelSpec, Precision
 from ..model.flops import step_flops
-from ..model.parameters import attention_parameters, count_parameters, index_parameters
+from ..model.parameters import attention_parameters, count_parameters, index_parameters, mlp_parameters
 from .checks import splits_evenly
 from .config import TrainConfig, to_dict, to_yaml
 from .phases import phase_at
@@ -41,11 +41,6 @@ def report(config: TrainConfig, world_size: int) -> str:
     width = max(len(label) for label, _ in rows)
     table = "\n".join(f"{label:<{width}}  {value}" for label, value in rows)
     return f"{to_yaml(redact(to_dict(config)))}\n{table}"
-
-
-def smallest_world(config: TrainConfig) -> int:
-    """GPUs a run is planned for without torchrun: one data-parallel copy of everything, experts included."""
-    return config.parallel.pipeline * config.parallel.expert
 
 
 def memory_rows(spec: ModelSpec, world_size: int) -> list[tuple[str, str]]:
@@ -107,10 +102,10 @@ def _stage(spec: ModelSpec, slots: list[int | str]) -> tuple[int, int]:
             continue
         dense += attention_parameters(spec) + 2 * size + (index_parameters(spec) if spec.is_msa(slot) else 0)
         if spec.is_moe(slot):
-            dense += moe.num_experts * size + 3 * size * moe.shared_hidden_size
-            experts += moe.num_experts * 3 * size * moe.expert_hidden_size
+            dense += moe.num_experts * size + mlp_parameters(size, moe.shared_hidden_size)
+            experts += moe.num_experts * mlp_parameters(size, moe.expert_hidden_size)
         else:
-            dense += 3 * size * moe.dense_hidden_size
+            dense += mlp_parameters(size, moe.dense_hidden_size)
     return dense, experts
 
 

@@ -1,6 +1,7 @@
 """Validation, and the index branch's quality as metrics."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ TRAINING_ONLY = ("entropy", "local_fraction", "sink_fraction")
 
 
 def evaluate(
-    chunks: list[nn.Module],
+    chunks: Sequence[nn.Module],
     spec: ModelSpec,
     dataset: Dataset[Sample],
     *,
@@ -54,9 +55,7 @@ def evaluation_metrics(name: str, sums: StepSums, spec: ModelSpec) -> dict[str, 
 
 
 def indexer_metrics(sums: StepSums, spec: ModelSpec, kl_coef: float) -> dict[str, float]:
-    """`indexer/...` of one training step: the exact KL and, on sampled rows, the selection's quality."""
-    if not spec.msa_layers:
-        return {}
+    """`indexer/...` of one training step of a model with MSA layers: the exact KL and, on sampled rows, the quality."""
     groups = spec.model.num_kv_heads
     layers = {f"indexer/kl/layer_{layer}": sums.mean_kl(layer, groups) for layer in sums.kl}
     weighted = kl_coef * sum(layers.values())

@@ -1,6 +1,7 @@
 """AdamW on Megatron's distributed optimizer: two groups with a rate, decay and clip each; rates by consumed tokens."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,7 +68,7 @@ class TorchAdamDistributedOptimizer(DistributedOptimizer):
                 value.copy_(tensors[name])
 
 
-def wrap_with_ddp(chunks: list[nn.Module]) -> list[DistributedDataParallel]:
+def wrap_with_ddp(chunks: Sequence[nn.Module]) -> list[DistributedDataParallel]:
     """Megatron's DDP around each model chunk: fp32 gradient buffers, reduced once a step."""
     config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
     return [

@@ -35,7 +35,6 @@ class RunFolder:
         self.path = Path(config.run.dir) / config.run.name
         self.checkpoints = self.path / "checkpoints"
         self.metrics = self.path / "metrics.jsonl"
-        self.latest_checkpoint = self.checkpoints / "latest"
         self.config_yaml = to_yaml(redact(to_dict(config)))
 
     def prepare(self, config: TrainConfig, overrides: list[str]) -> None:

@@ -1,6 +1,6 @@
 """One step: forward and backward over its micro-batches through Megatron's schedules, and what they add up to."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from ..data.packing import PackedBatch
 from ..kernels import SelectionQuality
 from ..model.config import ModelSpec, Phase
 from ..model.context import AttentionContext, Measurements
-from ..model.parallel import device
+from ..model.parallel import data_group, device
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,9 @@ class StepPlan:
     forward_only: bool = False
 
 
-def run_micro_batches(chunks: list[nn.Module], spec: ModelSpec, batches: list[PackedBatch], plan: StepPlan) -> StepSums:
+def run_micro_batches(
+    chunks: Sequence[nn.Module], spec: ModelSpec, batches: list[PackedBatch], plan: StepPlan
+) -> StepSums:
     """Forward (and backward) of this rank's `batches`; gradients are left, reduced and divided by LM tokens, in DDP.
 
     Two denominators: LM tokens and valid rows are counted before the first backward, since Megatron divides every
@@ -61,7 +63,7 @@ def run_micro_batches(chunks: list[nn.Module], spec: ModelSpec, batches: list[Pa
         dtype=torch.int64,
         device=device(),
     )
-    dist.all_reduce(counts, group=_data_group())
+    dist.all_reduce(counts, group=data_group())
     lm_tokens, valid_rows = counts.tolist()
     measurements = Measurements()
     values = dict(
@@ -90,7 +92,7 @@ def run_micro_batches(chunks: list[nn.Module], spec: ModelSpec, batches: list[Pa
         forward_step_func=forward_step,
         # every virtual stage reads each micro-batch once
         data_iterator=[iter(batches) for _ in chunks],
-        model=chunks,
+        model=list(chunks),
         num_microbatches=len(batches),
         seq_length=batches[0].tokens.numel(),
         micro_batch_size=1,
@@ -114,10 +116,6 @@ def _masked_sum(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict
     return total, loss_mask.sum().to(torch.int), {"lm_loss": total.detach().double()}
 
 
-def _data_group() -> dist.ProcessGroup:
-    return parallel_state.get_data_parallel_group(with_context_parallel=True)
-
-
 def _reduce(
     spec: ModelSpec,
     measurements: Measurements,
@@ -136,7 +134,7 @@ def _reduce(
     if has_quality:
         parts += [measurements.quality.get(layer, none).to_vector() for layer in layers]
     sums = torch.cat(parts)
-    dist.all_reduce(sums, group=_data_group())
+    dist.all_reduce(sums, group=data_group())
     dist.all_reduce(sums, group=parallel_state.get_pipeline_model_parallel_group())
     sums = sums.cpu()
     size = none.to_vector().numel()

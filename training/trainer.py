@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from torch import nn
 
 from ..data.loader import TrainingStream
 from ..data.packing import PackedBatch
@@ -52,17 +51,17 @@ class Trainer:
             torch.use_deterministic_algorithms(True)
             # its default also fills every new tensor, which costs 7% here and only shows reads of unwritten memory
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # no stub
-        self.chunks = wrap_with_ddp(list(build_model(self.spec, config.training.seq_length)))
+        self.chunks = wrap_with_ddp(build_model(self.spec, config.training.seq_length))
         self.optimizer = build_optimizer(self.chunks, self.spec, config.optim)
         self.rates = LearningRates(self.optimizer, config.optim, config.training)
         self.dp_rank = parallel_state.get_data_parallel_rank()
         self.dp_size = parallel_state.get_data_parallel_world_size()
         self.state, self.wandb_run_id = self._resume()
         self.train_data, self.valid_data = build_datasets(config)
-        self.is_first = torch.distributed.get_rank() == 0
+        self.total_steps = config.total_steps
         self._step_s: float | None = None  # running mean, for the time left
-        self.metrics: MetricsWriter | None = self._build_metrics() if self.is_first else None
-        self.console = ProgressLine(config.total_steps, num_gpus=torch.distributed.get_world_size())
+        self.metrics: MetricsWriter | None = self._build_metrics() if torch.distributed.get_rank() == 0 else None
+        self.console = ProgressLine(self.total_steps, num_gpus=torch.distributed.get_world_size())
 
     def run(self) -> None:
         """Train from the current state to the end of the token budget."""
@@ -121,11 +120,11 @@ class Trainer:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        sums = run_micro_batches(list[nn.Module](self.chunks), self.spec, batches, plan)
+        sums = run_micro_batches(self.chunks, self.spec, batches, plan)
         limits = {"backbone": config.optim.clip_norm, "indexer": config.optim.indexer_clip_norm}
         outcome = clip_and_step(self.optimizer, limits)
         raise_if_not_finite()  # the index scores of this step, where the norms have waited for the GPU anyway
-        load = balance_experts(list[nn.Module](self.chunks), self.spec, applied=outcome.applied)
+        load = balance_experts(self.chunks, self.spec, applied=outcome.applied)
         state.step = step
         state.tokens_before_step = state.consumed_tokens
         state.consumed_tokens += num_tokens
@@ -158,7 +157,7 @@ class Trainer:
         # this rank's documents stand for those of every data-parallel rank; pipeline stages share them
         tflops = step_flops(self.spec, lengths, phase) * self.dp_size / world / seconds / 1e12
         self._step_s = seconds if self._step_s is None else 0.9 * self._step_s + 0.1 * seconds
-        steps_left = self.config.total_steps - self.state.step
+        steps_left = self.total_steps - self.state.step
         values = {
             "perf/step_s": seconds,
             "perf/tokens_per_s_per_gpu": num_tokens / seconds / world,
@@ -172,11 +171,11 @@ class Trainer:
         return values
 
     def _validate(self, phase: Phase) -> dict[str, float]:
-        if not self.config.training.eval_samples or self.valid_data is None:
+        if self.valid_data is None:
             return {}
         training = self.config.training
         sums = evaluate(
-            list[nn.Module](self.chunks),
+            self.chunks,
             self.spec,
             self.valid_data,
             phase=phase,

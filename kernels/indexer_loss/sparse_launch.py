@@ -16,25 +16,15 @@ from ..block_sparse_attention.launch import (
     index_arguments,
     partial_dtype,
     sum_slots,
+    tile_for,
     unit_stride,
 )
 from ..block_sparse_attention.reverse_index import build_reverse_index, document_tables
 from ..segments import Segments
 from ..triton_support import check_choice, check_triton, dot_precision, next_power_of_two
-from ..tuning import TileConfig, tile_config
 from .sparse_kernel import _kl_rows_kernel, _sparse_kl_bwd_kernel, _sparse_kl_fwd_kernel
 
 LOG2E = 1.0 / math.log(2.0)
-
-
-def _tile(op: str, query: Tensor, num_groups: int) -> TileConfig:
-    return tile_config(
-        op,
-        query.device,
-        head_dim=query.shape[2],
-        heads_per_group=query.shape[1] // num_groups,
-        itemsize=query.dtype.itemsize,
-    )
 
 
 @torch.library.custom_op("msa_pretrain::sparse_indexer_kl", mutates_args=())
@@ -60,7 +50,7 @@ def _sparse_indexer_kl(
         return kl.zero_(), index_lse.fill_(-torch.inf)
     index_query, index_key, query, key = (unit_stride(x) for x in (index_query, index_key, query, key))
     lse = lse.to(torch.float32).contiguous()
-    tile = _tile("sparse_kl_fwd", query, num_groups)
+    tile = tile_for("sparse_kl_fwd", query, num_groups)
     index = build_reverse_index(
         block_indices,
         query_table,
@@ -69,7 +59,7 @@ def _sparse_indexer_kl(
         query_chunk=query_chunk,
         item_queries=tile.columns,
     )
-    rows = _tile("kl_rows", query, num_groups)
+    rows = tile_for("kl_rows", query, num_groups)
     slot_lse, mass, cross = (
         query.new_empty((min(query_chunk, num_queries), num_groups, num_selected), dtype=torch.float32)
         for _ in range(3)
@@ -178,8 +168,8 @@ def _sparse_indexer_kl_backward(
     # A power of two that brings the weights to at most 1, for the 16-bit product.
     weight_unit = weight.abs().amax().clamp(min=1e-30).log2().ceil().exp2()
     scaled_weight = weight / weight_unit
-    tile = _tile("sparse_kl_bwd", query, num_groups)
-    combine = _tile("combine_slots", query, num_groups)
+    tile = tile_for("sparse_kl_bwd", query, num_groups)
+    combine = tile_for("combine_slots", query, num_groups)
     mean, stats = block_stats(index_key[:, None], index_key[:, None], block_table, block_size)
     index = build_reverse_index(
         block_indices,

@@ -1,6 +1,6 @@
 """The whole Megatron model against what it must equal."""
 
-import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -80,13 +80,11 @@ def test_packed_documents_equal_documents_alone(rig, tiny_config, batch_of):
         part = slice(start, start + length)
         one = batch_of(0, length)
         alone.append(
-            copy.copy(one).__class__(
-                **{
-                    **one.__dict__,
-                    "tokens": packed.tokens[:, part],
-                    "labels": packed.labels[:, part],
-                    "loss_mask": packed.loss_mask[:, part],
-                }
+            replace(
+                one,
+                tokens=packed.tokens[:, part],
+                labels=packed.labels[:, part],
+                loss_mask=packed.loss_mask[:, part],
             )
         )
         start += length
@@ -106,7 +104,7 @@ def test_a_future_token_changes_no_earlier_loss(rig, tiny_config, batch_of):
     for token in (3, 4):
         tokens = batch.tokens.clone()
         tokens[0, 12] = token
-        changed = batch.__class__(**{**batch.__dict__, "tokens": tokens, "loss_mask": (torch.arange(20) < 12)[None]})
+        changed = replace(batch, tokens=tokens, loss_mask=(torch.arange(20) < 12)[None])
         losses.append(loss_of(rig, [changed], Phase.sparse))
     assert losses[0] == losses[1]
 
@@ -179,13 +177,7 @@ def test_sampled_rows_depend_on_document_and_position_alone(batch_of):
     rows = sampled_rows(batch, 0.1)
     assert len(rows) == pytest.approx(500, rel=0.15)
     names = {(int(batch.document_ids[row]), int(batch.positions[0, row])) for row in rows}
-    swapped = batch.__class__(
-        **{
-            **batch.__dict__,
-            "document_ids": batch.document_ids.flip(0),
-            "positions": batch.positions.flip(1),
-        }
-    )
+    swapped = replace(batch, document_ids=batch.document_ids.flip(0), positions=batch.positions.flip(1))
     rows = sampled_rows(swapped, 0.1)
     assert names == {(int(swapped.document_ids[row]), int(swapped.positions[0, row])) for row in rows}
     assert len(sampled_rows(batch, 1.0)) == 5000 and len(sampled_rows(batch, 0.0)) == 0
