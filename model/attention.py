@@ -151,7 +151,12 @@ class MSAAttention(MegatronModule):
             output, lse = dense_attention(query, key, value, segments, backend=backend)
             kl = dense_indexer_kl(index_query, index_key, query, key, lse, segments, backend=backend)
         else:
-            sparse: dict[str, Any] = dict(block_size=attention.block_size, backend=backend)
+            sparse: dict[str, Any] = dict(
+                block_size=attention.block_size,
+                # a query of so short a document keeps all its blocks
+                dense_up_to=attention.top_k * attention.block_size,
+                backend=backend,
+            )
             output, lse = sparse_attention(query, key, value, block_indices, segments, **sparse)
             kl = sparse_indexer_kl(index_query, index_key, query, key, lse, block_indices, segments, **sparse)
         if measurements is not None:
