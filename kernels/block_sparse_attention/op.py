@@ -21,6 +21,7 @@ from ..triton_support import BACKENDS
 from .reference import sparse_attention_reference
 
 
+@torch.compiler.disable
 def sparse_attention(
     query: Tensor,
     key: Tensor,

@@ -11,6 +11,7 @@ from .reference import dense_attention_reference
 BACKENDS = ("reference", "triton")
 
 
+@torch.compiler.disable
 def dense_attention(
     query: Tensor,
     key: Tensor,

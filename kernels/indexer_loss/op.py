@@ -24,6 +24,7 @@ from .reference import indexer_kl_reference
 BACKENDS = ("reference",)
 
 
+@torch.compiler.disable
 def sparse_indexer_kl(
     index_query: Tensor,
     index_key: Tensor,
@@ -80,6 +81,7 @@ def sparse_indexer_kl(
         )
 
 
+@torch.compiler.disable
 def dense_indexer_kl(
     index_query: Tensor,
     index_key: Tensor,
