@@ -260,7 +260,7 @@ def test_memory_at_128k_tokens():
 
 
 def test_a_forward_over_a_million_tokens():
-    """Selection and attention within 60 GiB, inputs and output (34 GiB) included; the last rows against the reference."""
+    """Selection and attention within 60 GiB, inputs and output (34 GiB) included; the last rows are the reference's."""
     num_tokens, n, g = 2**20, 64, 4
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
