@@ -9,6 +9,7 @@ from msa_pretrain.model.context import AttentionContext
 from msa_pretrain.model.generation import GenerationCache, generate
 
 TRITON_SIZES = ["attention.block_size=16", "model.head_dim=16", "attention.index_dim=16", "model.rotary_dim=8"]
+DEEPER = ["model.num_layers=3", "attention.full_layers=[1]", *TRITON_SIZES]
 # Arithmetic of masked lanes, which the interpreter carries out and then drops.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 
@@ -64,22 +65,38 @@ def test_generation_in_triton(rig, tiny_config):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_300_tokens_in_triton(rig, tiny_config, precision):
-    """fp32: the argmax of the full forward, always. bf16: where it differs, the two logits are bf16 noise apart."""
-    overrides = ["model.num_layers=3", "attention.full_layers=[1]", f"training.precision={precision}", *TRITON_SIZES]
-    rig = spread(rig(tiny_config("attention.backend=triton", *overrides)))
+def test_300_tokens_in_triton(rig, tiny_config):
+    rig = spread(rig(tiny_config("attention.backend=triton", *DEEPER)))
     prompts = [list(range(30)), list(range(20, 35))]
     generated = generate(rig.model, rig.spec, prompts, 300)
     for prompt, tokens in zip(prompts, generated, strict=True):
         assert len(set(tokens)) > 5
-        if precision == "fp32":
-            assert_greedy(rig, prompt, tokens, Phase.sparse)
-            continue
-        logits = full_logits(rig, [*prompt, *tokens], Phase.sparse)[len(prompt) - 1 : -1].float()
-        chosen = logits.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0]
-        # a few units in the last place of bf16, of the row's largest logit
-        assert (logits.amax(1) - chosen <= 4 * 2.0**-8 * logits.abs().amax(1)).all()
+        assert_greedy(rig, prompt, tokens, Phase.sparse)
+
+
+@pytest.mark.gpu
+def test_300_tokens_in_bf16(rig, tiny_config):
+    """A token that is not the argmax of the full forward is a near tie: two logits closer than bf16 moves logits.
+
+    How far bf16 moves them (a block decided the other way at the cut included) is measured on the same weights in fp32.
+    """
+    low, high = (
+        rig(tiny_config("attention.backend=triton", f"training.precision={precision}", *DEEPER))
+        for precision in ("bf16", "fp32")
+    )
+    spread(low)
+    with torch.no_grad():
+        for ours, theirs in zip(high.model.parameters(), low.model.parameters(), strict=True):
+            ours.copy_(theirs)
+    prompts = [list(range(30)), list(range(20, 35))]
+    for prompt, tokens in zip(prompts, generate(low.model, low.spec, prompts, 300), strict=True):
+        assert len(set(tokens)) > 5
+        rows = slice(len(prompt) - 1, -1)
+        logits, exact = (full_logits(rig, [*prompt, *tokens], Phase.sparse)[rows].float() for rig in (low, high))
+        gap = logits.amax(1) - logits.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0]
+        noise = (logits - exact).abs().amax()
+        print(f"not the argmax: {(gap > 0).sum()} of 300, gap {gap.max():.2e}, bf16 noise {noise:.2e}")
+        assert (gap <= 2 * noise).all() and (gap > 0).float().mean() < 0.1
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 8])

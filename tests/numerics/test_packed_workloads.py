@@ -58,7 +58,7 @@ def relative(actual, expected):
     "size", [pytest.param(FULL, id="full", marks=pytest.mark.gpu), pytest.param(SMALL, id="small")]
 )
 def test_a_pack_gives_what_its_documents_give_alone(size, number):
-    """Selection and forward bit by bit on a GPU; sums over queries may round once more where a pack cuts them."""
+    """On a GPU selection and forward are the same bit by bit."""
     borders = [border // size.shrink for border in PACKS[number]]
     tensors, grad = inputs(size, borders[-1])
     pack = layer(size, tensors, grad, Segments.from_cu_seqlens(borders), "triton")
@@ -69,9 +69,12 @@ def test_a_pack_gives_what_its_documents_give_alone(size, number):
         one = Segments.from_cu_seqlens([0, end - start])
         solo = layer(size, {name: x[rows] for name, x in tensors.items()}, grad[rows], one, alone)
         assert torch.equal(pack["ids"][rows], solo["ids"])
+        # Sums over queries may round once more where a pack cuts them, and FlashAttention-2, which documents of at most
+        # k * l tokens go to, sums d_query in the order in which its programs end.
+        same_bits = {"output", "lse", "kl", *(["d_query"] if end - start > size.k * size.block_size else [])}
         for name, expected in solo.items():
             actual = pack[name][rows]
-            if on_gpu and name in ("output", "lse", "kl", "d_query"):
+            if on_gpu and name in same_bits:
                 assert torch.equal(actual, expected), (name, start)
             elif name != "ids":
                 error = relative(actual, expected)
