@@ -198,6 +198,7 @@ def test_case(case):
         kept = exact.isfinite()
         assert torch.equal(actual[name].isfinite(), kept), name
         error = (actual[name][kept].double() - exact[kept]).norm()
+        print(f"{case['dtype']} {name} {error / exact[kept].norm().clamp(min=1e-30):.1e}")
         assert error <= limit * exact[kept].norm() + 1e-6 * exact[kept].numel() ** 0.5, f"{name}: {error:.1e}"
         if len(exact) == segments.num_queries:
             assert (actual[name][outside] == (-math.inf if name == "lse" else 0)).all(), name
