@@ -31,6 +31,7 @@ lint: $(VENV)/.dev
 
 dry-run: $(VENV)/.runtime
 	for experiment in configs/experiment/*.yaml; do \
+		WORLD_SIZE=smallest \
 		$(BIN)/python -m msa_pretrain.scripts.pretrain experiment=$$(basename $$experiment .yaml) dry_run=true || exit 1; \
 	done
 

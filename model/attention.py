@@ -20,7 +20,7 @@ from ..kernels import (
 from .config import ModelSpec, Phase, QKNorm
 from .context import AttentionContext
 from .indexer import Indexer
-from .norm import RMSNorm
+from .norm import FullVectorNorm, HeadNorm
 from .rope import apply_rotation
 
 
@@ -45,6 +45,9 @@ class AttachLoss(torch.autograd.Function):
 class MSAAttention(MegatronModule):
     """QKV -> QK norm -> partial RoPE -> {dense | warm-up | sparse} attention -> output projection.
 
+    A tensor-parallel rank has whole KV groups, each with its query heads and its index query head: attention, selection
+    and KL need no message, and the KL of a rank is that of its groups.
+
     Megatron's layout [t, 1, h] is converted here to the kernels' packed [t, heads, dim] and nowhere else. The phase
     comes with each micro-batch (`AttentionContext`); a layer without index branch attends densely in every phase.
     """
@@ -60,31 +63,43 @@ class MSAAttention(MegatronModule):
         super().__init__(config=config)
         model = spec.model
         self.spec, self.layer = spec, layer_number - 1
-        self.num_heads, self.num_groups, self.head_dim = model.num_query_heads, model.num_kv_heads, model.head_dim
+        self.tp_group, self.head_dim = pg_collection.tp, model.head_dim
+        # of this rank
+        self.num_heads = model.num_query_heads // self.tp_group.size()
+        self.num_groups = model.num_kv_heads // self.tp_group.size()
         linear: dict[str, Any] = dict(
-            config=config, init_method=config.init_method, bias=False, is_expert=False, tp_group=pg_collection.tp
+            config=config, init_method=config.init_method, bias=False, is_expert=False, tp_group=self.tp_group
         )
-        width = (self.num_heads + 2 * self.num_groups) * self.head_dim
+        width = (model.num_query_heads + 2 * model.num_kv_heads) * self.head_dim
         self.linear_qkv = ColumnParallelLinear(
             model.hidden_size, width, gather_output=False, skip_bias_add=False, **linear
         )
         self.linear_proj = RowParallelLinear(
-            self.num_heads * self.head_dim, model.hidden_size, input_is_parallel=True, skip_bias_add=True, **linear
+            model.num_query_heads * self.head_dim,
+            model.hidden_size,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            **linear,
         )
-        self.query_norm = self._head_norm(self.num_heads)
-        self.key_norm = self._head_norm(self.num_groups)
-        self.indexer = Indexer(config, spec) if spec.is_msa(self.layer) else None
+        self.query_norm = self._qk_norm(model.num_query_heads)
+        self.key_norm = self._qk_norm(model.num_kv_heads)
+        self.indexer = Indexer(config, spec, self.tp_group) if spec.is_msa(self.layer) else None
 
-    def _head_norm(self, num_heads: int) -> nn.Module:
+    def _qk_norm(self, num_heads: int) -> nn.Module:
         kind, eps = self.spec.model.qk_norm, self.spec.model.norm_eps
         if kind is QKNorm.none:
             return nn.Identity()
-        return RMSNorm(self.config, self.head_dim * (num_heads if kind is QKNorm.full_vector else 1), eps)
+        if kind is QKNorm.full_vector:
+            return FullVectorNorm(self.config, num_heads * self.head_dim, eps, self.tp_group)
+        return HeadNorm(self.config, self.head_dim, eps, self.tp_group)
 
     def forward(
         self, hidden_states: Tensor, *, packed_seq_params: AttentionContext, **unused: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """hidden_states [t, 1, h], the output of the layer's input norm -> (output [t, 1, h], no bias)."""
+        """hidden_states [t, 1, h], the output of the layer's input norm -> (output [t, 1, h], no bias).
+
+        Under sequence parallelism input and output are this rank's share of the t tokens.
+        """
         context = packed_seq_params
         query, key, value = self._project(hidden_states, context)
         if self.indexer is None:
@@ -101,7 +116,7 @@ class MSAAttention(MegatronModule):
         return self.spec.attention.backend.name
 
     def _project(self, hidden_states: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor, Tensor]:
-        """query [t, n, d], key [t, g, d], value [t, g, d], normed and rotated."""
+        """query [t, n, d], key [t, g, d], value [t, g, d] of this rank's heads, normed and rotated."""
         mixed, _ = self.linear_qkv(hidden_states)
         # [t, g, (n/g + 2) d]: each group's query heads, then its key, then its value
         mixed = mixed.squeeze(1).unflatten(-1, (self.num_groups, -1))

@@ -5,6 +5,7 @@ Dimension legend of the whole project: `s` sequence, `b` micro-batch, `t` packed
 `l` block length, `v` vocabulary.
 """
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -91,12 +92,16 @@ class ParallelConfig:
     """Megatron's parallel sizes; data parallelism takes the rest of the world."""
 
     tensor: int = 1
+    """Ranks that share each layer's KV groups (with their query and index heads), MLP columns and vocabulary rows."""
     sequence: bool = False
+    """Split activations between those layers over the tokens; goes with `tensor`, and MoE layers demand it."""
     pipeline: int = 1
     virtual_pipeline: int = 1
     """Model chunks per pipeline stage (interleaved schedule); 1 means none."""
     context: int = 1
     expert: int = 1
+    expert_tensor: int = 1
+    """Ranks that share each expert's hidden channels: 1 (whole experts), or as many as `tensor`."""
     dispatcher: Dispatcher = Dispatcher.alltoall
 
     @property
@@ -105,9 +110,23 @@ class ParallelConfig:
         return self.virtual_pipeline if self.virtual_pipeline > 1 else None
 
     @property
+    def model_ranks(self) -> int:
+        """Processes that hold one copy of everything but the experts."""
+        return self.tensor * self.context * self.pipeline
+
+    @property
+    def expert_ranks(self) -> int:
+        """Processes that hold one copy of the experts."""
+        return self.expert_tensor * self.expert * self.pipeline
+
+    @property
     def smallest_world(self) -> int:
-        """Processes that hold one copy of everything, experts included; every world is a multiple of it."""
-        return self.pipeline * self.expert
+        """Every world is a multiple of it."""
+        return math.lcm(self.model_ranks, self.expert_ranks)
+
+    def data_parallel(self, world_size: int) -> int:
+        """Ranks that read different samples."""
+        return world_size // self.model_ranks
 
 
 @dataclass(kw_only=True)

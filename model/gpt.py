@@ -5,10 +5,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from .config import ModelSpec
-from .init import initialize
+from .init import initialize, mark_shards
 from .layer_spec import block_spec
 from .mcore import transformer_config
 from .router import SigmoidRouter
@@ -16,7 +17,23 @@ from .router import SigmoidRouter
 
 def build_model(spec: ModelSpec, seq_length: int) -> list[GPTModel]:
     """This rank's model chunks with their initial weights, on its device."""
+    chunks = _chunks(spec, transformer_config(spec), seq_length)
+    for model in chunks:
+        initialize(model, spec)
+        if torch.cuda.is_available():
+            model.cuda()
+    return chunks
+
+
+def build_on_meta(spec: ModelSpec, seq_length: int) -> list[GPTModel]:
+    """The same chunks without memory behind their weights."""
     config = transformer_config(spec)
+    config.use_cpu_initialization = True  # the one of Megatron's two branches that leaves the device to the context
+    with torch.device("meta"):
+        return _chunks(spec, config, seq_length)
+
+
+def _chunks(spec: ModelSpec, config: TransformerConfig, seq_length: int) -> list[GPTModel]:
     chunks = []
     for stage in range(spec.parallel.virtual_pipeline):
         vp_stage = stage if spec.parallel.virtual_stages else None
@@ -33,9 +50,7 @@ def build_model(spec: ModelSpec, seq_length: int) -> list[GPTModel]:
             post_process=parallel_state.is_pipeline_last_stage(**where),
             vp_stage=vp_stage,
         )
-        initialize(model, spec)
-        if torch.cuda.is_available():
-            model.cuda()
+        mark_shards(model)
         chunks.append(model)
     return chunks
 

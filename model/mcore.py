@@ -55,7 +55,7 @@ def transformer_config(spec: ModelSpec) -> TransformerConfig:
         virtual_pipeline_model_parallel_size=parallel.virtual_stages,
         context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
-        expert_tensor_parallel_size=1,
+        expert_tensor_parallel_size=parallel.expert_tensor,
         account_for_embedding_in_pipeline_split=uneven,
         account_for_loss_in_pipeline_split=uneven,
         # with two stages and virtual stages the batched default pairs messages by order and computes a wrong model

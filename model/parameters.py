@@ -1,5 +1,6 @@
 """Parameter counts by arithmetic: what a dry run prints, and what a built model is checked against."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .config import ModelSpec, QKNorm
@@ -60,19 +61,59 @@ def mlp_parameters(hidden_size: int, ffn_size: int) -> int:
     return 3 * hidden_size * ffn_size
 
 
-def attention_parameters(spec: ModelSpec) -> int:
-    """QKV and output projections and the QK norms of one layer."""
+def attention_parameters(spec: ModelSpec, tensor: int = 1) -> int:
+    """QKV and output projections and the QK norms of one layer, on one of `tensor` ranks that share it."""
     model = spec.model
-    heads, kv_heads = model.num_query_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    heads, kv_heads = (count // tensor * model.head_dim for count in (model.num_query_heads, model.num_kv_heads))
     norms = {QKNorm.none: 0, QKNorm.per_head: 2 * model.head_dim, QKNorm.full_vector: heads + kv_heads}
     return model.hidden_size * (2 * heads + 2 * kv_heads) + norms[model.qk_norm]
 
 
-def index_parameters(spec: ModelSpec) -> int:
-    """One index query head per KV group, one index key head, two norms."""
+def index_parameters(spec: ModelSpec, tensor: int = 1) -> int:
+    """One index query head per KV group, one index key head, two norms; on one of `tensor` ranks that share a layer.
+
+    Key projection and norms are whole on each of them.
+    """
     model, attention = spec.model, spec.attention
     norms = 2 * attention.index_dim if attention.index_norm else 0
-    return model.hidden_size * (model.num_kv_heads + 1) * attention.index_dim + norms
+    return model.hidden_size * (model.num_kv_heads // tensor + 1) * attention.index_dim + norms
+
+
+@dataclass(frozen=True)
+class RankParameters:
+    """Parameters that one rank holds; data-parallel ranks hold copies, of experts fewer than of the rest."""
+
+    dense: int
+    experts: int
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.experts
+
+
+def rank_parameters(spec: ModelSpec, slots: Sequence[int | str]) -> RankParameters:
+    """What each rank of a pipeline stage holds of its `slots`: 0-based layers, 'embedding', 'head'."""
+    model, moe, parallel = spec.model, spec.moe, spec.parallel
+    size, tensor = model.hidden_size, parallel.tensor
+    dense = experts = 0
+    for slot in slots:
+        if isinstance(slot, str):
+            shared = slot == "head" and model.tie_embeddings and "embedding" in slots
+            dense += 0 if shared else model.vocab_size // tensor * size
+            dense += size if slot == "head" else 0  # the final norm
+            continue
+        dense += attention_parameters(spec, tensor) + 2 * size
+        dense += index_parameters(spec, tensor) if spec.is_msa(slot) else 0
+        if spec.is_moe(slot):
+            dense += moe.num_experts * size + mlp_parameters(size, moe.shared_hidden_size // tensor)
+            experts += (
+                moe.num_experts
+                // parallel.expert
+                * mlp_parameters(size, moe.expert_hidden_size // parallel.expert_tensor)
+            )
+        else:
+            dense += mlp_parameters(size, moe.dense_hidden_size // tensor)
+    return RankParameters(dense=dense, experts=experts)
 
 
 def active_matmul_parameters(spec: ModelSpec) -> int:

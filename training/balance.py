@@ -9,7 +9,7 @@ from torch import nn
 
 from ..model.config import ModelSpec
 from ..model.gpt import routers
-from ..model.parallel import data_group, device
+from ..model.parallel import device, token_group
 
 
 @torch.no_grad()
@@ -22,7 +22,7 @@ def balance_experts(chunks: Sequence[nn.Module], spec: ModelSpec, *, applied: bo
     local = list(routers(chunks))
     if local:
         counts = torch.stack([router.take_counts() for _, router in local])
-        dist.all_reduce(counts, group=data_group())
+        dist.all_reduce(counts, group=token_group())
         for (layer, router), count in zip(local, counts, strict=True):
             if applied:
                 router.update_expert_bias(count)

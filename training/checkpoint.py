@@ -196,9 +196,13 @@ def _plain(state: dict[str, Any]) -> dict[str, Any]:
     return {key.removeprefix("model."): value for key, value in state.items()}
 
 
-def _layout() -> tuple[int, int]:
-    """(pipeline size, data-parallel size): what the random states are kept by."""
-    return parallel_state.get_pipeline_model_parallel_world_size(), parallel_state.get_data_parallel_world_size()
+def _layout() -> tuple[int, int, int]:
+    """(tensor, pipeline, data-parallel size): what the random states are kept by."""
+    return (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_data_parallel_world_size(),
+    )
 
 
 def _rng_state() -> ShardedObject:
@@ -206,7 +210,11 @@ def _rng_state() -> ShardedObject:
     data = {"cpu": torch.get_rng_state(), "tracker": dict(get_cuda_rng_tracker().get_states())}
     if torch.cuda.is_available():
         data["cuda"] = torch.cuda.get_rng_state()
-    where = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_data_parallel_rank()
+    where = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_data_parallel_rank(),
+    )
     return ShardedObject(RNG_KEY, data, _layout(), where, replica_id=0)
 
 

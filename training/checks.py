@@ -37,6 +37,7 @@ MINIMUMS = {
     "parallel.virtual_pipeline": 1,
     "parallel.context": 1,
     "parallel.expert": 1,
+    "parallel.expert_tensor": 1,
     "training.seq_length": 1,
     "training.micro_batch_size": 1,
     "training.global_batch_size": 1,
@@ -174,11 +175,9 @@ def _moe(config: TrainConfig) -> Iterator[str]:
 
 def _parallel(config: TrainConfig, world_size: int | None) -> Iterator[str]:
     parallel, layers = config.parallel, config.model.num_layers
-    for key in ("tensor", "context"):
-        if (size := getattr(parallel, key)) > 1:
-            yield f"parallel.{key} ({size}) is not available in this version. Use 1."
-    if parallel.sequence:
-        yield "parallel.sequence has no effect without tensor parallelism. Set it to false."
+    if parallel.context > 1:
+        yield f"parallel.context ({parallel.context}) is not available in this version. Use 1."
+    yield from _tensor(config)
     if config.moe.num_experts % parallel.expert:
         yield (
             f"parallel.expert ({parallel.expert}) must divide moe.num_experts ({config.moe.num_experts}). "
@@ -198,14 +197,57 @@ def _parallel(config: TrainConfig, world_size: int | None) -> Iterator[str]:
     if world_size is None:
         return
     for name, size in (
-        ("parallel.pipeline", parallel.pipeline),
-        ("parallel.pipeline x parallel.expert", parallel.smallest_world),
+        ("parallel.tensor x parallel.pipeline", parallel.model_ranks),
+        ("parallel.pipeline x parallel.expert x parallel.expert_tensor", parallel.expert_ranks),
     ):
         if world_size % size:
             yield (
                 f"{name} ({size}) must divide the number of processes ({world_size}). Use a product out of "
                 f"{_choices(_divisors(world_size))}, or start another number of processes."
             )
+
+
+def _tensor(config: TrainConfig) -> Iterator[str]:
+    """What tensor parallelism splits: KV groups, vocabulary rows, channels of the MLPs; and tokens, with `sequence`."""
+    parallel, model, moe = config.parallel, config.model, config.moe
+    tensor = parallel.tensor
+    if parallel.expert_tensor not in (1, tensor):
+        yield (
+            f"parallel.expert_tensor ({parallel.expert_tensor}) must be 1 or parallel.tensor ({tensor}). "
+            f"Use {_choices(sorted({1, tensor}))}."
+        )
+    elif moe.expert_hidden_size % parallel.expert_tensor:
+        yield (
+            f"parallel.expert_tensor ({parallel.expert_tensor}) must divide moe.expert_hidden_size "
+            f"({moe.expert_hidden_size}). Use 1."
+        )
+    if tensor == 1:
+        if parallel.sequence:
+            yield "parallel.sequence has no effect without tensor parallelism. Set it to false."
+        return
+    if model.num_kv_heads % tensor:
+        yield (
+            f"parallel.tensor ({tensor}) must divide model.num_kv_heads ({model.num_kv_heads}): a rank has whole KV "
+            f"groups. Use {_choices(_divisors(model.num_kv_heads))}."
+        )
+    for key in ("model.vocab_size", "moe.dense_hidden_size", "moe.shared_hidden_size"):
+        if (size := int(_get(config, key))) % tensor:
+            near = f"{size // tensor * tensor or tensor} or {-(-size // tensor) * tensor}"
+            if key == "model.vocab_size":  # never below the tokenizer's
+                near = str(-(-size // tensor) * tensor)
+            yield f"{key} ({size}) must be a multiple of parallel.tensor ({tensor}). Use {near}."
+    if config.spec.moe_layers and not parallel.sequence:
+        yield (
+            f"parallel.tensor ({tensor}) with MoE layers needs parallel.sequence: every rank would route every token. "
+            "Set parallel.sequence=true."
+        )
+    tokens = config.training.micro_batch_size * config.training.seq_length
+    if parallel.sequence and tokens % tensor:
+        yield (
+            f"parallel.sequence needs training.micro_batch_size x training.seq_length ({tokens}) to be a multiple of "
+            f"parallel.tensor ({tensor}). Use training.seq_length="
+            f"{-(-config.training.seq_length // tensor) * tensor}."
+        )
 
 
 def splits_evenly(num_layers: int, pipeline: int, virtual_pipeline: int) -> bool:
@@ -248,7 +290,7 @@ def _ramp(config: TrainConfig) -> Iterator[str]:
 
 def _batches(config: TrainConfig, world_size: int) -> Iterator[str]:
     training, parallel = config.training, config.parallel
-    data_parallel = world_size // parallel.pipeline
+    data_parallel = parallel.data_parallel(world_size)
     rows = training.micro_batch_size * data_parallel
     for key in ("global_batch_size", "eval_samples"):
         if (size := getattr(training, key)) % rows:

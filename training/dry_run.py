@@ -2,7 +2,7 @@
 
 from ..model.config import ModelSpec, Precision
 from ..model.flops import step_flops
-from ..model.parameters import attention_parameters, count_parameters, index_parameters, mlp_parameters
+from ..model.parameters import count_parameters, index_parameters, rank_parameters
 from .checks import splits_evenly
 from .config import TrainConfig, to_dict, to_yaml
 from .phases import phase_at
@@ -35,7 +35,7 @@ def report(config: TrainConfig, world_size: int) -> str:
         ("steps", f"{config.total_steps:,}"),
         ("  of them warm-up", f"{-(-training.warmup_tokens // config.tokens_per_step):,}"),
         (f"FLOPs per token ({end.name})", f"{step_flops(spec, lengths, end) / config.tokens_per_step:.4g}"),
-        ("GPUs", f"{world_size:,} (data parallel {world_size // config.parallel.pipeline:,})"),
+        ("GPUs", f"{world_size:,} (data parallel {config.parallel.data_parallel(world_size):,})"),
         *memory_rows(spec, world_size),
     ]
     width = max(len(label) for label, _ in rows)
@@ -51,25 +51,20 @@ def memory_rows(spec: ModelSpec, world_size: int) -> list[tuple[str, str]]:
 
 
 def memory_of_states(spec: ModelSpec, world_size: int) -> dict[str, float]:
-    """Bytes of weights, gradients and optimizer states on the fullest pipeline stage.
+    """Bytes of weights, gradients and optimizer states on a rank of the fullest pipeline stage.
 
     Weights in the training precision, gradients in fp32; Adam's moments (and fp32 main weights under bf16) are sharded
-    over the ranks that hold copies: all data-parallel ranks for dense parameters, fewer by `parallel.expert` for
-    experts.
+    over the ranks that hold copies: all data-parallel ranks for dense parameters, other ones for experts.
     """
-    data_parallel = world_size // spec.parallel.pipeline
-    copies = data_parallel // spec.parallel.expert
+    parallel = spec.parallel
+    copies, expert_copies = parallel.data_parallel(world_size), world_size // parallel.expert_ranks
     bf16 = spec.precision is Precision.bf16
     weight, state = (2, 12) if bf16 else (4, 8)
-    stages = [_stage(spec, layers) for layers in stage_layers(spec)]
-    dense, experts = max(
-        ((dense, experts / spec.parallel.expert) for dense, experts in stages),
-        key=lambda stage: sum(stage),
-    )
+    fullest = max((rank_parameters(spec, slots) for slots in stage_layers(spec)), key=lambda rank: rank.total)
     return {
-        "weights": (dense + experts) * weight,
-        "gradients": (dense + experts) * 4,
-        "optimizer": dense * state / data_parallel + experts * state / copies,
+        "weights": fullest.total * weight,
+        "gradients": fullest.total * 4,
+        "optimizer": fullest.dense * state / copies + fullest.experts * state / expert_copies,
     }
 
 
@@ -89,24 +84,6 @@ def stage_layers(spec: ModelSpec) -> list[list[int | str]]:
         split = [slots[i * size : (i + 1) * size] for i in range(chunks)]
     stages = (split[stage :: parallel.pipeline] for stage in range(parallel.pipeline))
     return [[slot for chunk in stage for slot in chunk] for stage in stages]
-
-
-def _stage(spec: ModelSpec, slots: list[int | str]) -> tuple[int, int]:
-    """(dense parameters, expert parameters) of one stage, before expert parallelism."""
-    model, moe = spec.model, spec.moe
-    size = model.hidden_size
-    dense = experts = 0
-    for slot in slots:
-        if isinstance(slot, str):
-            dense += model.vocab_size * size + (size if slot == "head" else 0)
-            continue
-        dense += attention_parameters(spec) + 2 * size + (index_parameters(spec) if spec.is_msa(slot) else 0)
-        if spec.is_moe(slot):
-            dense += moe.num_experts * size + mlp_parameters(size, moe.shared_hidden_size)
-            experts += moe.num_experts * mlp_parameters(size, moe.expert_hidden_size)
-        else:
-            dense += mlp_parameters(size, moe.dense_hidden_size)
-    return dense, experts
 
 
 def _billions(number: int) -> str:

@@ -1,7 +1,7 @@
 """One step: forward and backward over its micro-batches through Megatron's schedules, and what they add up to."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -9,13 +9,14 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
 from ..data.packing import PackedBatch
 from ..kernels import SelectionQuality
 from ..model.config import ModelSpec, Phase
 from ..model.context import AttentionContext, Measurements
-from ..model.parallel import data_group, device
+from ..model.parallel import data_group, device, model_group
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,10 @@ def run_micro_batches(
         rows = sampled_rows(batch, share) if plan.sample_rows else None
         context = AttentionContext.build(spec, batch.segments, batch.positions[0], quality_rows=rows, **values)
         padding = ~batch.segments.query_mask(device())[None] if batch.num_valid_rows < batch.tokens.numel() else None
+        if padding is not None and spec.parallel.sequence and not get_attr_wrapped_model(model, "pre_process"):
+            # Megatron hands each rank its share of the mask on the first pipeline stage only
+            rank = parallel_state.get_tensor_model_parallel_rank()
+            padding = padding.chunk(spec.parallel.tensor, dim=1)[rank]
         losses = model(
             batch.tokens,
             batch.positions,
@@ -124,18 +129,25 @@ def _reduce(
     valid_rows: int,
     has_quality: bool,
 ) -> StepSums:
-    """Sum over data-parallel ranks and pipeline stages; a stage without the loss or an MSA layer adds zeros."""
+    """Sum over data-parallel ranks and over the parts of the model.
+
+    A stage without the loss or an MSA layer adds zeros. A tensor-parallel rank adds the KL and the quality of its KV
+    groups; what all of them know, the loss and the number of rows, is added by the first.
+    """
     layers, groups, place = spec.msa_layers, spec.model.num_kv_heads, device()
     none = SelectionQuality.zeros(groups, place)
+    if lm_loss is None or parallel_state.get_tensor_model_parallel_rank() != 0:
+        lm_loss = torch.zeros((), dtype=torch.float64)
     parts = [
-        lm_loss.reshape(1).to(place) if lm_loss is not None else torch.zeros(1, dtype=torch.float64, device=place),
+        lm_loss.reshape(1).to(place),
         *(measurements.kl.get(layer, none.kl.new_zeros(())).reshape(1) for layer in layers),
     ]
     if has_quality:
-        parts += [measurements.quality.get(layer, none).to_vector() for layer in layers]
+        local = {layer: _among_all_groups(quality, groups) for layer, quality in measurements.quality.items()}
+        parts += [local.get(layer, none).to_vector() for layer in layers]
     sums = torch.cat(parts)
     dist.all_reduce(sums, group=data_group())
-    dist.all_reduce(sums, group=parallel_state.get_pipeline_model_parallel_group())
+    dist.all_reduce(sums, group=model_group())
     sums = sums.cpu()
     size = none.to_vector().numel()
     qualities = sums[1 + len(layers) :].split(size) if has_quality else []
@@ -146,3 +158,17 @@ def _reduce(
         kl=dict(zip(layers, sums[1 : 1 + len(layers)].tolist(), strict=True)),
         quality={layer: SelectionQuality.from_vector(vector) for layer, vector in zip(layers, qualities, strict=False)},
     )
+
+
+def _among_all_groups(quality: SelectionQuality, num_groups: int) -> SelectionQuality:
+    """The sums of this rank's KV groups at their places among all `num_groups`, zeros elsewhere; rows count once."""
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    values: dict[str, Any] = {}
+    for entry in fields(quality):
+        value = getattr(quality, entry.name)
+        if isinstance(value, Tensor):
+            values[entry.name] = value.new_zeros(num_groups)
+            values[entry.name][rank * len(value) : (rank + 1) * len(value)] = value
+        else:
+            values[entry.name] = value if rank == 0 else 0
+    return SelectionQuality(**values)

@@ -1,12 +1,16 @@
 """The layouts and cuts that the walker goes through."""
 
 P = "parallel."
+TP2 = [P + "tensor=2", P + "sequence=true"]
 LAYOUTS = {
     "dp2": [],
     "ep2_alltoall": [P + "expert=2"],
     "ep2_allgather": [P + "expert=2", P + "dispatcher=allgather"],
     "pp2": [P + "pipeline=2"],
     "pp2_vpp2": [P + "pipeline=2", P + "virtual_pipeline=2"],
+    "tp2": TP2,
+    "tp2_ep2": [*TP2, P + "expert=2"],
+    "tp2_etp2": [*TP2, P + "expert_tensor=2", P + "dispatcher=allgather"],
 }
 ALONE = {
     "micro_batch_2": ["training.micro_batch_size=2"],

@@ -23,7 +23,7 @@ TRAINED = {
 
 
 def choices(launcher, name, ranks):
-    """All ranks' decisions: {step/where/document/position: [chosen, margin]}."""
+    """All ranks' decisions: {step/where/document/position(/group): [chosen, margin]}."""
     return {key: value for rank in range(ranks) for key, value in launcher.seen(name, rank)["decisions"].items()}
 
 
@@ -32,7 +32,7 @@ def test_series_equal_those_of_one_process(walked, name):
     """LM loss, KL, both gradient norms, rates, loads and recall over 20 steps of both phases, to 1e-5."""
     ours, reference = walked.seen(name)["series"], walked.seen("one")["series"]
     taken, expected = choices(walked, name, 2 if name in LAYOUTS else 1), choices(walked, "one", 1)
-    assert len(expected) == 20 * 3 * 80 + 10 * 4 * 80 and set(taken) == set(expected)
+    assert len(expected) == 20 * 3 * 80 + 10 * 4 * 80 * 4 and set(taken) == set(expected)
     flips = [key for key, (chosen, _) in taken.items() if sorted(chosen) != sorted(expected[key][0])]
     assert all(expected[key][1] < 1e-6 for key in flips), flips
     first_flip = min((int(key.split("/")[0]) for key in flips), default=21)

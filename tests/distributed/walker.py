@@ -20,8 +20,8 @@ TINY = [
     "experiment=cpu_smoke",
     "model.num_layers=4",
     "model.hidden_size=24",
-    "model.num_query_heads=6",
-    "model.num_kv_heads=3",
+    "model.num_query_heads=12",
+    "model.num_kv_heads=4",
     "model.head_dim=8",
     "model.rotary_dim=4",
     "model.vocab_size=40",
@@ -191,7 +191,8 @@ class Left(Exception):
 
 
 class Decisions:
-    """Every discrete choice of a run, by step, layer and (document, position): experts and blocks, with their margins.
+    """Every discrete choice of a run, by step, layer (and KV group), document and position: experts and blocks, with
+    their margins. A tensor-parallel rank reports its own tokens' experts and its own groups' blocks.
 
     The margin is the gap between the last that was chosen and the first that was not: a choice may differ between
     layouts only where it is of the order of rounding.
@@ -217,10 +218,13 @@ class Decisions:
     def recorded(self, chunks):
         """Context in which routers and index branches of `chunks` report what they choose."""
         import torch
+        from megatron.core import parallel_state
 
         from msa_pretrain.kernels import block_scores
         from msa_pretrain.model.attention import MSAAttention
         from msa_pretrain.model.router import SigmoidRouter
+
+        tp_rank = parallel_state.get_tensor_model_parallel_rank()
 
         def router_hook(module, inputs, output):
             if module.training and torch.is_grad_enabled():
@@ -229,7 +233,10 @@ class Decisions:
                 ranked = (scores + module.expert_bias).sort(dim=-1, descending=True).values
                 k = module.moe.top_k
                 margins = (ranked[:, k - 1] - ranked[:, k]).tolist()
-                for name, row, margin in zip(self._names(where), output[1], margins, strict=True):
+                names, share = self._names(where), len(margins)
+                if share < len(names):  # sequence parallelism
+                    names = names[tp_rank * share : (tp_rank + 1) * share]
+                for name, row, margin in zip(names, output[1], margins, strict=True):
                     self.taken[name] = [row.nonzero().flatten().tolist(), margin]
 
         def attention_hook(module, inputs, output):
@@ -243,9 +250,11 @@ class Decisions:
                 ranked = others.sort(dim=-1, descending=True)
                 k = attention.top_k - 1
                 margins = (ranked.values[..., k - 1] - ranked.values[..., k]).nan_to_num(nan=9.0, posinf=9.0)
-                chosen = ranked.indices[..., :k].tolist()
-                for name, row, margin in zip(self._names(where), chosen, margins.amin(dim=1).tolist(), strict=True):
-                    self.taken[name] = [row, margin]
+                chosen, margins = ranked.indices[..., :k].tolist(), margins.tolist()
+                groups = len(chosen[0])
+                for name, row, margin in zip(self._names(where), chosen, margins, strict=True):
+                    for group in range(groups):
+                        self.taken[f"{name}/{tp_rank * groups + group}"] = [row[group], margin[group]]
 
         @contextlib.contextmanager
         def context():
