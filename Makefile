@@ -16,7 +16,7 @@ pretrain: $(VENV)/.runtime
 test: $(VENV)/.dev
 	$(BIN)/pytest -m "not slow and not layouts"
 
-# Many jobs of one and two processes: layouts, restarts, resharding (about five minutes).
+# Many jobs of one, two and four processes: layouts, restarts, resharding (about seven minutes).
 test-layouts: $(VENV)/.dev
 	$(BIN)/pytest -m layouts
 

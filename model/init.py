@@ -94,7 +94,7 @@ def _share(
     dim: int | None,
     stride: int = 1,
 ) -> Tensor:
-    """This rank's share, of shape `shape`, of a parameter drawn whole; each of its `stride` parts is sharded in `dim`."""
+    """This rank's share, of that shape, of a parameter drawn whole; each of its `stride` parts is sharded in `dim`."""
     if dim is None:
         return draw(shape, name)
     size, rank = group.size(), group.rank()

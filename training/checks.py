@@ -232,10 +232,10 @@ def _tensor(config: TrainConfig) -> Iterator[str]:
         )
     for key in ("model.vocab_size", "moe.dense_hidden_size", "moe.shared_hidden_size"):
         if (size := int(_get(config, key))) % tensor:
-            near = f"{size // tensor * tensor or tensor} or {-(-size // tensor) * tensor}"
-            if key == "model.vocab_size":  # never below the tokenizer's
-                near = str(-(-size // tensor) * tensor)
-            yield f"{key} ({size}) must be a multiple of parallel.tensor ({tensor}). Use {near}."
+            above = -(-size // tensor) * tensor
+            # a vocabulary must not shrink below the tokenizer's
+            near = {above} if key == "model.vocab_size" else {above, max(above - tensor, tensor)}
+            yield f"{key} ({size}) must be a multiple of parallel.tensor ({tensor}). Use {_choices(sorted(near))}."
     if config.spec.moe_layers and not parallel.sequence:
         yield (
             f"parallel.tensor ({tensor}) with MoE layers needs parallel.sequence: every rank would route every token. "

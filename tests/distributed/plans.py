@@ -9,14 +9,44 @@ LAYOUTS = {
     "pp2": [P + "pipeline=2"],
     "pp2_vpp2": [P + "pipeline=2", P + "virtual_pipeline=2"],
     "tp2": TP2,
-    "tp2_ep2": [*TP2, P + "expert=2"],
-    "tp2_etp2": [*TP2, P + "expert_tensor=2", P + "dispatcher=allgather"],
+    "tp2_ep2_recompute": [*TP2, P + "expert=2", "training.recompute=full"],
+    "tp2_etp2_allgather": [*TP2, P + "expert_tensor=2", P + "dispatcher=allgather"],
+}
+TENSOR_PARALLEL = [name for name in LAYOUTS if name.startswith("tp2")]
+OFTEN = "tracking.recall_every=2"
+# Other models, trained by one process and in the layouts below. A pipeline stage without MSA comes first or last.
+VARIANTS = {
+    "late_msa": [
+        "attention.full_layers=[0,1]",
+        "attention.detach=false",
+        "model.qk_norm=full_vector",
+        "model.tie_embeddings=true",
+        "moe.shared_hidden_size=8",
+        OFTEN,
+    ],
+    "early_msa": [
+        "attention.full_layers=[2,3]",
+        "attention.detach=false",
+        "moe.dense_mlp_layers=[0,1,2,3]",
+        OFTEN,
+    ],
+}
+# name -> (variant, overrides)
+VARIANT_LAYOUTS = {
+    "late_msa_pp2": ("late_msa", [P + "pipeline=2"]),
+    "late_msa_tp2": ("late_msa", TP2),
+    "early_msa_pp2": ("early_msa", [P + "pipeline=2"]),
+    "early_msa_tp2_without_sp": ("early_msa", [P + "tensor=2"]),
+}
+FOUR_PROCESSES = {
+    "late_msa_tp2_pp2": ("late_msa", [*TP2, P + "pipeline=2"]),
+    "late_msa_tp2_ep2_dp2": ("late_msa", [*TP2, P + "expert=2"]),
 }
 ALONE = {
     "micro_batch_2": ["training.micro_batch_size=2"],
     "full_recompute": ["training.recompute=full"],
 }
-RESUMED = {"dp2": [], "pp2": LAYOUTS["pp2"], "ep2": LAYOUTS["ep2_alltoall"]}
+RESUMED = {"dp2": [], "pp2": LAYOUTS["pp2"], "ep2": LAYOUTS["ep2_alltoall"], "tp2": LAYOUTS["tp2_etp2_allgather"]}
 # name -> (warm-up steps, step of the checkpoint): inside the warm-up, exactly at the switch, before the first step
 CUTS = {"inside_warmup": (7, 5), "at_the_switch": (5, 5), "at_step_0": (5, 0)}
 # the batch grows 2, 3, 4 within the first 8 samples, so the token budget of the warm-up falls inside a step

@@ -65,6 +65,8 @@ class Run:
     """A checkpoint folder to load before training."""
     nan_at: int = 0
     """Step at which the last rank's first micro-batch gets a NaN loss. 0: none."""
+    padded: bool = False
+    """Turn the last document part of each micro-batch into padding."""
     batched_p2p: bool = False
     """Take away the remedy of Megatron's pipeline messages with two stages."""
 
@@ -135,6 +137,8 @@ def execute(config, run: Run, directory: Path) -> dict:
                     dist.barrier()
                     os.kill(os.getpid(), signal.SIGKILL)
                 raise Left
+            if run.padded:
+                batches = [padded(batch) for batch in batches]
             decisions.begin(self.state.step + 1, batches)
             if self.state.step + 1 == run.nan_at and dist.get_rank() == dist.get_world_size() - 1:
                 batches[0].loss_mask[0, 0] = float("nan")
@@ -184,6 +188,22 @@ SERIES = (
     "indexer/score_recall",
     "train/phase",
 )
+
+
+def padded(batch):
+    """`batch` with the last of its segments, if it has several, outside of any document."""
+    from msa_pretrain.kernels import Segments
+
+    rows, size = batch.segments.rows, batch.tokens.numel()
+    segments = Segments(rows=rows[: max(1, len(rows) - 1)], num_queries=size, num_keys=size)
+    loss_mask = batch.loss_mask * segments.query_mask("cpu")
+    return dataclasses.replace(
+        batch,
+        segments=segments,
+        loss_mask=loss_mask,
+        num_target_tokens=int(loss_mask.sum()),
+        num_valid_rows=segments.num_valid_rows,
+    )
 
 
 class Left(Exception):
@@ -247,7 +267,8 @@ class Decisions:
                 scores = block_scores(index_query, index_key, context.segments, **options)  # [t, g, m]
                 local = context.segments.positions("cpu") // attention.block_size
                 others = scores.scatter(2, local[:, None, None].expand(-1, scores.shape[1], 1), -torch.inf)
-                ranked = others.sort(dim=-1, descending=True)
+                others = torch.nn.functional.pad(others, (0, attention.top_k), value=-torch.inf)  # short batches
+                ranked = others.sort(dim=-1, descending=True, stable=True)
                 k = attention.top_k - 1
                 margins = (ranked.values[..., k - 1] - ranked.values[..., k]).nan_to_num(nan=9.0, posinf=9.0)
                 chosen, margins = ranked.indices[..., :k].tolist(), margins.tolist()

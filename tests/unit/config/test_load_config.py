@@ -28,10 +28,49 @@ BAD = {
     ),
     "world size": (
         ["parallel.expert=2"],
-        "parallel.pipeline x parallel.expert (2) must divide the number of processes (1).",
+        "parallel.pipeline x parallel.expert x parallel.expert_tensor (2) must divide the number of processes (1).",
     ),
     "virtual stages alone": (["parallel.virtual_pipeline=2"], "parallel.virtual_pipeline (2) needs parallel.pipeline"),
-    "tensor parallelism": (["parallel.tensor=2"], "parallel.tensor (2) is not available in this version. Use 1."),
+    "context parallelism": (["parallel.context=2"], "parallel.context (2) is not available in this version. Use 1."),
+    "tensor size and KV heads": (
+        ["parallel.tensor=4", "parallel.sequence=true"],
+        "parallel.tensor (4) must divide model.num_kv_heads (2): a rank has whole KV groups. Use 1 or 2.",
+    ),
+    "tensor size and world size": (
+        ["parallel.tensor=2", "parallel.sequence=true"],
+        "parallel.tensor x parallel.pipeline (2) must divide the number of processes (1). Use a product out of 1",
+    ),
+    "tensor size and vocabulary": (
+        ["parallel.tensor=2", "parallel.sequence=true", "model.vocab_size=257"],
+        "model.vocab_size (257) must be a multiple of parallel.tensor (2). Use 258.",
+    ),
+    "tensor size and dense MLP": (
+        ["parallel.tensor=2", "parallel.sequence=true", "moe.dense_hidden_size=101"],
+        "moe.dense_hidden_size (101) must be a multiple of parallel.tensor (2). Use 100 or 102.",
+    ),
+    "tensor size and shared expert": (
+        ["parallel.tensor=2", "parallel.sequence=true", "moe.shared_hidden_size=1"],
+        "moe.shared_hidden_size (1) must be a multiple of parallel.tensor (2). Use 2.",
+    ),
+    "tensor size with MoE alone": (
+        ["parallel.tensor=2"],
+        "parallel.tensor (2) with MoE layers needs parallel.sequence: every rank would route every token. Set "
+        "parallel.sequence=true.",
+    ),
+    "sequence alone": (["parallel.sequence=true"], "parallel.sequence has no effect without tensor parallelism."),
+    "sequence and tokens": (
+        ["parallel.tensor=2", "parallel.sequence=true", "training.seq_length=511", "training.micro_batch_size=1"],
+        "training.micro_batch_size x training.seq_length (511) to be a multiple of parallel.tensor (2). Use "
+        "training.seq_length=512.",
+    ),
+    "expert tensor size": (
+        ["parallel.expert_tensor=2"],
+        "parallel.expert_tensor (2) must be 1 or parallel.tensor (1). Use 1.",
+    ),
+    "expert tensor size and channels": (
+        ["parallel.tensor=2", "parallel.sequence=true", "parallel.expert_tensor=2", "moe.expert_hidden_size=101"],
+        "parallel.expert_tensor (2) must divide moe.expert_hidden_size (101). Use 1.",
+    ),
     "k below one": (["attention.top_k=0"], "attention.top_k (0) must be at least 1."),
     "block size zero": (["attention.block_size=0"], "attention.block_size (0) must be at least 1."),
     "no room for the local block": (
@@ -207,3 +246,20 @@ def test_layout_checks_need_the_world_size(config_of):
     config = config_of("parallel.expert=2", world_size=None)
     assert config.parallel.expert == 2
     assert config_of("parallel.expert=2", "training.micro_batch_size=2", world_size=2) is not None
+
+
+def test_worlds_of_tensor_and_expert_parallelism_need_not_be_products(config_of):
+    """Experts are spread over tensor ranks as well: two processes are enough for TP=2 and EP=2."""
+    layout = ["parallel.tensor=2", "parallel.sequence=true", "parallel.expert=2"]
+    parallel = config_of(*layout, world_size=2).parallel
+    assert (parallel.smallest_world, parallel.data_parallel(2)) == (2, 1)
+    parallel = config_of(*layout, "parallel.pipeline=2", world_size=None).parallel
+    assert (parallel.model_ranks, parallel.expert_ranks, parallel.smallest_world) == (4, 4, 4)
+    assert config_of(*layout, "parallel.expert=8", world_size=None).parallel.smallest_world == 8
+    with pytest.raises(ConfigError, match=r"parallel.expert x parallel.expert_tensor \(4\) must divide the number"):
+        config_of(*layout, "parallel.expert_tensor=2", world_size=2)
+
+
+def test_tensor_parallelism_without_moe_layers_needs_no_sequence_parallelism(config_of):
+    config = config_of("parallel.tensor=2", "moe.dense_mlp_layers=[0,1,2,3]", world_size=2)
+    assert not config.parallel.sequence
