@@ -1,4 +1,8 @@
-"""The ops of MSA. Each folder holds one: README.md, reference.py (the definition), op.py (the contract)."""
+"""The ops of MSA. Each folder holds one: README.md, reference.py (the definition), op.py (the contract).
+
+`torch.compile` of a surrounding model breaks its graph at each op: `Segments` are host integers that change with every
+batch, and a graph that looked into them would be compiled again for each.
+"""
 
 from .block_selection import block_scores, raise_if_not_finite, select_blocks
 from .block_sparse_attention import sparse_attention

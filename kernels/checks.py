@@ -87,6 +87,15 @@ def check_block_size(op: str, block_size: int) -> None:
         raise ValueError(f"{op}: block_size ({block_size}) must be at least 1.")
 
 
+def check_dense_up_to(op: str, dense_up_to: int, block_indices: Tensor, block_size: int) -> None:
+    most = block_indices.shape[2] * block_size
+    if not 0 <= dense_up_to <= most:
+        raise ValueError(
+            f"{op}: dense_up_to ({dense_up_to}) must be at least 0 and at most k x block_size ({most}): a query of a "
+            "longer fragment does not keep all its blocks."
+        )
+
+
 def check_lse(op: str, lse: Tensor, query: Tensor) -> None:
     if lse.shape != query.shape[:2] or lse.dtype not in (torch.float32, torch.float64):
         raise ValueError(

@@ -32,6 +32,9 @@ class Segments:
     _cache: dict[tuple[str, torch.device], Tensor] = field(
         default_factory=dict, init=False, repr=False, compare=False, hash=False
     )
+    _parts: dict[int, tuple["Segments", "Segments"]] = field(
+        default_factory=dict, init=False, repr=False, compare=False, hash=False
+    )
 
     def __post_init__(self) -> None:
         if self.num_queries < 0 or self.num_keys < 0:
@@ -115,6 +118,17 @@ class Segments:
     @property
     def max_k_len(self) -> int:
         return max((row[3] for row in self.rows), default=0)
+
+    def split_at(self, num_keys: int) -> tuple["Segments", "Segments"]:
+        """(fragments of at most `num_keys` keys, longer ones) of the same tensors; each sees the other's as padding."""
+        if num_keys not in self._parts:
+            short = tuple(row for row in self.rows if row[3] <= num_keys)
+            long = tuple(row for row in self.rows if row[3] > num_keys)
+            self._parts[num_keys] = (
+                Segments(short, self.num_queries, self.num_keys),
+                Segments(long, self.num_queries, self.num_keys),
+            )
+        return self._parts[num_keys]
 
     def table(self, device: torch.device | str) -> Tensor:
         """`rows` as int64 [num_segments, 4] on `device`, built once for a device."""

@@ -10,6 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from ..kernels import (
+    decode_attention,
     dense_attention,
     dense_indexer_kl,
     select_blocks,
@@ -103,17 +104,37 @@ class MSAAttention(MegatronModule):
         context = packed_seq_params
         query, key, value = self._project(hidden_states, context)
         if self.indexer is None:
+            if context.cache is not None:
+                key, value = context.cache.extend(self.layer, key, value)
             output, _ = dense_attention(query, key, value, context.segments, backend=self._backend)
         elif context.phase is Phase.dense:
             raise ValueError("a model with index branches has no dense phase; use warmup or sparse.")
         else:
             index_query, index_key = self.indexer(hidden_states.squeeze(1), context.cos, context.sin)
-            output = self._attend(query, key, value, index_query, index_key, context)
+            attend = self._attend if context.cache is None else self._attend_cached
+            output = attend(query, key, value, index_query, index_key, context)
         return self.linear_proj(output.flatten(1)[:, None])
 
     @property
     def _backend(self) -> str:
         return self.spec.attention.backend.name
+
+    @property
+    def _selection(self) -> dict[str, Any]:
+        attention = self.spec.attention
+        return dict(
+            block_size=attention.block_size,
+            num_selected_blocks=attention.top_k,
+            init_blocks=attention.init_blocks,
+            backend=self._backend,
+        )
+
+    @property
+    def _sparse(self) -> dict[str, Any]:
+        attention = self.spec.attention
+        # a query of so short a document keeps all its blocks
+        short = attention.top_k * attention.block_size
+        return dict(block_size=attention.block_size, dense_up_to=short, backend=self._backend)
 
     def _project(self, hidden_states: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor, Tensor]:
         """query [t, n, d], key [t, g, d], value [t, g, d] of this rank's heads, normed and rotated."""
@@ -153,22 +174,13 @@ class MSAAttention(MegatronModule):
         quality_rows = context.quality_rows if measurements is not None else None
         if not warmup or quality_rows is not None:
             with torch.no_grad():
-                block_indices, _ = select_blocks(
-                    index_query,
-                    index_key,
-                    segments,
-                    block_size=attention.block_size,
-                    num_selected_blocks=attention.top_k,
-                    init_blocks=attention.init_blocks,
-                    backend=backend,
-                )
+                block_indices, _ = select_blocks(index_query, index_key, segments, **self._selection)
         if warmup:
             output, lse = dense_attention(query, key, value, segments, backend=backend)
             kl = dense_indexer_kl(index_query, index_key, query, key, lse, segments, backend=backend)
         else:
-            sparse: dict[str, Any] = dict(block_size=attention.block_size, backend=backend)
-            output, lse = sparse_attention(query, key, value, block_indices, segments, **sparse)
-            kl = sparse_indexer_kl(index_query, index_key, query, key, lse, block_indices, segments, **sparse)
+            output, lse = sparse_attention(query, key, value, block_indices, segments, **self._sparse)
+            kl = sparse_indexer_kl(index_query, index_key, query, key, lse, block_indices, segments, **self._sparse)
         if measurements is not None:
             measurements.add_kl(self.layer, kl.detach().double().sum())
             if quality_rows is not None:
@@ -187,3 +199,25 @@ class MSAAttention(MegatronModule):
         if self.training and torch.is_grad_enabled():
             output = AttachLoss.apply(output, kl.sum() * context.kl_weight)
         return output
+
+    def _attend_cached(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        index_query: Tensor,
+        index_key: Tensor,
+        context: AttentionContext,
+    ) -> Tensor:
+        """Attention of new tokens [t, n, d] over the cache, which takes them in first; no KL."""
+        cache, segments = context.cache, context.segments
+        assert cache is not None
+        key, value, index_key = cache.extend(self.layer, key, value, index_key)
+        if context.phase is Phase.warmup:
+            return dense_attention(query, key, value, segments, backend=self._backend)[0]
+        if all(q_len == 1 for _, q_len, _, _ in segments.rows):
+            key, value, index_key = map(cache.by_sequence, (key, value, index_key))
+            lengths = segments.cached("lengths", query.device, lambda: torch.tensor(cache.lengths))
+            return decode_attention(query, key, value, index_query, index_key, lengths, **self._selection)[0]
+        block_indices, _ = select_blocks(index_query, index_key, segments, **self._selection)
+        return sparse_attention(query, key, value, block_indices, segments, **self._sparse)[0]

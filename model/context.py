@@ -4,7 +4,10 @@ It travels as Megatron's `packed_seq_params`, so a recomputed layer sees the ver
 state outlives a micro-batch, and two micro-batches in flight cannot read each other's phase or selection.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -13,6 +16,9 @@ from torch import Tensor
 from ..kernels import Segments, SelectionQuality
 from .config import ModelSpec, Phase
 from .rope import rotation
+
+if TYPE_CHECKING:
+    from .generation import GenerationCache
 
 
 @dataclass
@@ -44,11 +50,11 @@ class AttentionContext(PackedSeqParams):
     """Where KL and selection quality are summed; None: nothing is measured."""
     quality_rows: Tensor | None = None
     """int64 [rows]: query rows whose selection is compared with the main branch's mass; None: none."""
+    cache: GenerationCache | None = None
+    """Earlier tokens, in generation; None in training and validation."""
 
     @classmethod
-    def build(
-        cls, spec: ModelSpec, segments: Segments, positions: Tensor, phase: Phase, **values
-    ) -> "AttentionContext":
+    def build(cls, spec: ModelSpec, segments: Segments, positions: Tensor, phase: Phase, **values) -> AttentionContext:
         """Args: positions, int64 [t], restart at each document. Other values are fields of this class."""
         cos, sin = rotation(positions, spec.model.rotary_dim, spec.model.rope_theta)
         return cls(segments=segments, cos=cos, sin=sin, phase=phase, **values)

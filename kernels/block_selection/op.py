@@ -9,6 +9,7 @@ from ..triton_support import BACKENDS
 from .reference import select_blocks_reference
 
 
+@torch.compiler.disable
 def select_blocks(
     index_query: Tensor,
     index_key: Tensor,

@@ -2,7 +2,7 @@
 
 P is computed again from q, k and lse. dK and dV of an item stay in registers; a row of one item adds them to the
 gradient itself, a row of several writes them to slots that a second kernel adds in order. dQ goes to one slot for each
-(query, slot, head), in the keys' distance from their block's mean m_b:
+(query, slot, head), in the keys' distance from what their block has in common, m_b (`_block_stats_kernel`):
 
     dQ = scale * sum over slots b of ( sum_j dS_j (k_j - m_b)  +  sigma_b (m_b - c) ),   sigma_b = sum_j dS_j
 
@@ -13,7 +13,7 @@ never meets the 16-bit rounding of dS and of the slots.
 import triton
 import triton.language as tl
 
-from .kernel import find_item, head_rows, load_block
+from .kernel import find_item, head_rows, load_block, pair_rows
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -81,7 +81,7 @@ def _sparse_attention_bwd_kernel(
     delta_size_ptr,
     query_table_ptr,
     block_table_ptr,
-    mean_ptr,
+    common_ptr,
     stats_ptr,
     pairs_ptr,
     row_start_ptr,
@@ -132,26 +132,17 @@ def _sparse_attention_bwd_kernel(
         value = load_block(value_ptr, first_key, num_keys, group, stride_vt, stride_vg, BLOCK_SIZE, HEAD_DIM)
         offs_d = tl.arange(0, HEAD_DIM)
         table_row = block.to(tl.int64) * NUM_GROUPS + group
-        mean = tl.load(mean_ptr + table_row * HEAD_DIM + offs_d)
-        centred = (key.to(tl.float32) - mean[None, :]).to(key.dtype)
+        common = tl.load(common_ptr + table_row * HEAD_DIM + offs_d)
+        centred = (key.to(tl.float32) - common[None, :]).to(key.dtype)
         value_size = tl.load(stats_ptr + table_row * 2)
         # |dq| <= max |k - m_b| * (max |v| * sum |grad| + |delta|) < 2^(size + 1): to the top of fp16's range.
         key_size = tl.load(stats_ptr + table_row * 2 + 1) + (1.0 - 15.0)
         dk = tl.zeros((BLOCK_SIZE, HEAD_DIM), dtype=tl.float32)
         dv = tl.zeros((BLOCK_SIZE, HEAD_DIM), dtype=tl.float32)
         key_row = first_key + tl.arange(0, BLOCK_SIZE)
-        offs_row = tl.arange(0, ROWS)
         LOG2E: tl.constexpr = 1.4426950408889634
         for i in tl.range(start * HEADS, end * HEADS, ROWS, num_stages=STAGES):
-            is_real = i + offs_row < end * HEADS
-            if ROWS % HEADS == 0:
-                pair_number = tl.minimum(i // HEADS + offs_row // HEADS, end - 1)
-                head = offs_row % HEADS
-            else:
-                head_row = tl.minimum(i + offs_row, end * HEADS - 1)
-                pair_number = head_row // HEADS
-                head = head_row % HEADS
-            pair = tl.load(pairs_ptr + pair_number)
+            is_real, pair, head = pair_rows(pairs_ptr, i, end, HEADS, ROWS)
             query_row = pair // (NUM_GROUPS * NUM_SELECTED)
             wide_row = query_row.to(tl.int64)
             query_head = group * HEADS + head
@@ -233,7 +224,7 @@ def _dq_kernel(
     partial_ptr,
     unit_ptr,
     sigma_ptr,
-    mean_ptr,
+    common_ptr,
     weight_ptr,
     block_indices_ptr,
     query_table_ptr,
@@ -256,7 +247,7 @@ def _dq_kernel(
 ):
     """The formula at the top of this file for ROWS (query, head) rows, slots in order.
 
-    SHARED_KEY is for the indexer's KL: one key (and mean) for all groups, and rows have weights.
+    SHARED_KEY is for the indexer's KL: one key (and common key) for all groups, and rows have weights.
     """
     mask, row, query_row, query_head, first_block, position = head_rows(
         first_query, num_queries, query_table_ptr, NUM_GROUPS, HEADS, ROWS
@@ -274,33 +265,33 @@ def _dq_kernel(
     num_used = tl.sum(((ids >= 0) & (ids * BLOCK_SIZE <= position[:, None])).to(tl.int32), 1)
     offs_d = tl.arange(0, HEAD_DIM)[None, :]
     dq = tl.zeros((ROWS, HEAD_DIM), dtype=tl.float32)
-    # Where a tile is one query and group, its heads share the row of means.
-    MEAN_ROWS: tl.constexpr = 1 if ROWS == HEADS else ROWS
-    mean_sum = tl.zeros((MEAN_ROWS, HEAD_DIM), dtype=tl.float32)
+    # Where a tile is one query and group, its heads share the common keys.
+    COMMON_ROWS: tl.constexpr = 1 if ROWS == HEADS else ROWS
+    common_sum = tl.zeros((COMMON_ROWS, HEAD_DIM), dtype=tl.float32)
     sigma_sum = tl.zeros((ROWS,), dtype=tl.float32)
     for slot in tl.range(0, tl.max(num_used, 0), num_stages=STAGES):
         is_kept = slot < num_used
         place = first_place + slot * HEADS
-        # [MEAN_ROWS, HEAD_DIM]
+        # [COMMON_ROWS, HEAD_DIM]
         if ROWS == HEADS:
             tile_query = first_query + tl.program_id(0).to(tl.int64) // NUM_GROUPS
             tile_group = tl.program_id(0) % NUM_GROUPS
             block = tl.load(block_indices_ptr + tile_query * stride_it + tile_group * stride_ig + slot * stride_ik)
             table_row = (tl.load(query_table_ptr + tile_query * 3) + block).to(tl.int64) * NUM_GROUPS + tile_group
-            mean = tl.load(mean_ptr + table_row * HEAD_DIM + offs_d)
+            common = tl.load(common_ptr + table_row * HEAD_DIM + offs_d)
         else:
             blocks = tl.load(ids_ptr + slot * stride_ik, mask=is_kept, other=0)
             table_rows = (first_block + blocks).to(tl.int64)
             if not SHARED_KEY:
                 table_rows = table_rows * NUM_GROUPS + group
-            mean = tl.load(mean_ptr + table_rows[:, None] * HEAD_DIM + offs_d, mask=is_kept[:, None], other=0.0)
+            common = tl.load(common_ptr + table_rows[:, None] * HEAD_DIM + offs_d, mask=is_kept[:, None], other=0.0)
         partial = tl.load(partial_ptr + place[:, None] * HEAD_DIM + offs_d, mask=is_kept[:, None], other=0.0)
         unit = tl.load(unit_ptr + place, mask=is_kept, other=0.0)
         sigma = tl.load(sigma_ptr + place, mask=is_kept, other=0.0)
-        dq += partial.to(tl.float32) * unit[:, None] + sigma[:, None] * mean
-        mean_sum += mean
+        dq += partial.to(tl.float32) * unit[:, None] + sigma[:, None] * common
+        common_sum += common
         sigma_sum += sigma
-    dq -= (sigma_sum / tl.maximum(num_used, 1).to(tl.float32))[:, None] * mean_sum
+    dq -= (sigma_sum / tl.maximum(num_used, 1).to(tl.float32))[:, None] * common_sum
     place = query_row * (NUM_GROUPS * HEADS) + query_head
     if SHARED_KEY:
         dq *= tl.load(weight_ptr + place, mask=mask, other=0.0)[:, None]

@@ -35,11 +35,28 @@ def load_block(ptr, first_key, num_keys, group, stride_t, stride_g, SIZE: tl.con
 
 
 @triton.jit
+def pair_rows(pairs_ptr, first, end, HEADS: tl.constexpr, ROWS: tl.constexpr):
+    """Of ROWS (pair, head) rows of an item that ends at pair `end`: which exist, their pair and their head.
+
+    `first` is a multiple of ROWS past the item's first row. Rows that only fill the tile up repeat its last pair.
+    """
+    offs = tl.arange(0, ROWS)
+    if ROWS % HEADS == 0:
+        pair_number = tl.minimum(first // HEADS + offs // HEADS, end - 1)
+        head = offs % HEADS
+    else:
+        row = tl.minimum(first + offs, end * HEADS - 1)
+        pair_number = row // HEADS
+        head = row % HEADS
+    return first + offs < end * HEADS, tl.load(pairs_ptr + pair_number), head
+
+
+@triton.jit
 def _block_stats_kernel(
     key_ptr,
     value_ptr,
     block_table_ptr,
-    mean_ptr,
+    common_ptr,
     stats_ptr,
     stride_kt,
     stride_kg,
@@ -49,20 +66,27 @@ def _block_stats_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """One program per (block, group): mean key [d], and log2 of the largest |value| and |key - mean|.
+    """One program per (block, group): common key [d], and log2 of the largest |value| and |key - common key|.
 
-    These place 16-bit partials in the middle of fp16's range. They depend on the block's own tokens alone.
+    The logarithms place 16-bit partials in the middle of fp16's range. Everything depends on the block's own tokens
+    alone. A channel of the common key is the keys' mean where that outweighs their spread, else 0, and rounded as the
+    keys are: so `key - common key` is mostly exact in 16 bits, and taking it off adds no error of its own.
     """
     block = tl.program_id(0)
     group = tl.program_id(1).to(tl.int64)
     first_key = tl.load(block_table_ptr + 2 * block)
     num_keys = tl.load(block_table_ptr + 2 * block + 1)
     value = load_block(value_ptr, first_key, num_keys, group, stride_vt, stride_vg, BLOCK_SIZE, HEAD_DIM)
-    key = load_block(key_ptr, first_key, num_keys, group, stride_kt, stride_kg, BLOCK_SIZE, HEAD_DIM).to(tl.float32)
+    key_low = load_block(key_ptr, first_key, num_keys, group, stride_kt, stride_kg, BLOCK_SIZE, HEAD_DIM)
+    key = key_low.to(tl.float32)
+    is_key = (tl.arange(0, BLOCK_SIZE) < num_keys)[:, None]
     mean = tl.sum(key, 0) / num_keys
-    centred = tl.where((tl.arange(0, BLOCK_SIZE) < num_keys)[:, None], key - mean[None, :], 0.0)
+    spread = tl.where(is_key, key - mean[None, :], 0.0)
+    variance = tl.sum(spread * spread, 0) / num_keys
+    common = tl.where(4.0 * mean * mean > variance, mean, 0.0).to(key_low.dtype).to(tl.float32)
+    centred = tl.where(is_key, key - common[None, :], 0.0)
     row = block.to(tl.int64) * NUM_GROUPS + group
-    tl.store(mean_ptr + row * HEAD_DIM + tl.arange(0, HEAD_DIM), mean)
+    tl.store(common_ptr + row * HEAD_DIM + tl.arange(0, HEAD_DIM), common)
     largest_value = tl.max(tl.max(tl.abs(value.to(tl.float32)), 1), 0)
     largest_key = tl.max(tl.max(tl.abs(centred), 1), 0)
     tl.store(stats_ptr + row * 2, tl.ceil(tl.log2(tl.maximum(largest_value, 1e-30))))
@@ -121,17 +145,8 @@ def _sparse_attention_fwd_kernel(
         to_unit = tl.exp2(-unit)
         key_row = first_key + tl.arange(0, BLOCK_SIZE)
         offs_d = tl.arange(0, HEAD_DIM)
-        offs_row = tl.arange(0, ROWS)
         for i in tl.range(start * HEADS, end * HEADS, ROWS, num_stages=STAGES):
-            is_real = i + offs_row < end * HEADS
-            if ROWS % HEADS == 0:
-                pair_number = tl.minimum(i // HEADS + offs_row // HEADS, end - 1)
-                head = offs_row % HEADS
-            else:
-                head_row = tl.minimum(i + offs_row, end * HEADS - 1)
-                pair_number = head_row // HEADS
-                head = head_row % HEADS
-            pair = tl.load(pairs_ptr + pair_number)
+            is_real, pair, head = pair_rows(pairs_ptr, i, end, HEADS, ROWS)
             query_row = pair // (NUM_GROUPS * NUM_SELECTED)
             address = query_row.to(tl.int64) * stride_qt + (group * HEADS + head) * stride_qn
             # [ROWS, HEAD_DIM]

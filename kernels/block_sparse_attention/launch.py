@@ -4,6 +4,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ..dense_causal_attention.library import backward_runs, check_head_dim, dense_tables, forward_runs
 from ..segments import Segments
 from ..triton_support import check_choice, check_triton, dot_precision, next_power_of_two
 from ..tuning import TileConfig, tile_config
@@ -45,16 +46,16 @@ def tile_for(op: str, query: Tensor, num_groups: int) -> TileConfig:
 
 
 def block_stats(key: Tensor, value: Tensor, block_table: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
-    """Mean key fp32 [blocks, g, d], and fp32 [blocks, g, 2]: log2 of the largest |value| and |key - mean|."""
+    """Common key fp32 [blocks, g, d], and fp32 [blocks, g, 2]: log2 of the largest |value| and |key - common key|."""
     num_blocks = block_table.shape[0]
     _, num_groups, head_dim = key.shape
-    mean = key.new_empty((num_blocks, num_groups, head_dim), dtype=torch.float32)
+    common = key.new_empty((num_blocks, num_groups, head_dim), dtype=torch.float32)
     stats = key.new_empty((num_blocks, num_groups, 2), dtype=torch.float32)
     _block_stats_kernel[(num_blocks, num_groups)](
         key,
         value,
         block_table,
-        mean,
+        common,
         stats,
         *key.stride()[:2],
         *value.stride()[:2],
@@ -63,7 +64,7 @@ def block_stats(key: Tensor, value: Tensor, block_table: Tensor, block_size: int
         BLOCK_SIZE=block_size,
         num_warps=4,
     )
-    return mean, stats
+    return common, stats
 
 
 def index_arguments(index: ReverseIndex, *, slots: bool = False) -> list[Tensor]:
@@ -86,18 +87,61 @@ def _sparse_attention(
     block_indices: Tensor,
     query_table: Tensor,
     block_table: Tensor,
+    dense_table: Tensor,
+    dense_borders: Tensor,
     block_size: int,
     softmax_scale: float,
     query_chunk: int,
 ) -> tuple[Tensor, Tensor]:
+    """`query_table` and `block_table` are of the sparse documents, `dense_table` and `dense_borders` of the others."""
+    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+    if block_table.shape[0]:
+        sparse = (block_indices, query_table, block_table, block_size, softmax_scale, query_chunk)
+        _sparse_forward(output, lse, query, key, value, *sparse)
+    else:
+        output.zero_()
+        lse.fill_(-torch.inf)
+    forward_runs(output, lse, query, key, value, dense_table, dense_borders, softmax_scale)
+    return output, lse
+
+
+@_sparse_attention.register_fake
+def _(
+    query,
+    key,
+    value,
+    block_indices,
+    query_table,
+    block_table,
+    dense_table,
+    dense_borders,
+    block_size,
+    softmax_scale,
+    query_chunk,
+):
+    lse = query.new_empty(query.shape[:2], dtype=torch.float32)
+    return torch.empty(query.shape, dtype=query.dtype, device=query.device), lse
+
+
+def _sparse_forward(
+    output: Tensor,
+    lse: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block_indices: Tensor,
+    query_table: Tensor,
+    block_table: Tensor,
+    block_size: int,
+    softmax_scale: float,
+    query_chunk: int,
+) -> None:
+    """Write all rows; 0 and -inf where `query_table` has no document."""
     num_queries, num_heads, head_dim = query.shape
     num_groups, num_selected = block_indices.shape[1:]
     heads = num_heads // num_groups
     num_blocks = block_table.shape[0]
-    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    lse = torch.empty((num_queries, num_heads), dtype=torch.float32, device=query.device)
-    if num_blocks == 0:
-        return output.zero_(), lse.fill_(-torch.inf)
     query, key, value = unit_stride(query), unit_stride(key), unit_stride(value)
     tile = tile_for("sparse_attention_fwd", query, num_groups)
     combine = tile_for("combine_slots", query, num_groups)
@@ -163,13 +207,6 @@ def _sparse_attention(
             STAGES=combine.num_stages,
             num_warps=combine.num_warps,
         )
-    return output, lse
-
-
-@_sparse_attention.register_fake
-def _(query, key, value, block_indices, query_table, block_table, block_size, softmax_scale, query_chunk):
-    lse = query.new_empty(query.shape[:2], dtype=torch.float32)
-    return torch.empty(query.shape, dtype=query.dtype, device=query.device), lse
 
 
 @torch.library.custom_op("msa_pretrain::sparse_attention_backward", mutates_args=())
@@ -183,24 +220,71 @@ def _sparse_attention_backward(
     block_indices: Tensor,
     query_table: Tensor,
     block_table: Tensor,
+    dense_table: Tensor,
+    dense_borders: Tensor,
     block_size: int,
     softmax_scale: float,
     query_chunk: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    dq = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    # Rows add to these chunk after chunk, and documents with nested ranges one after the other.
+    dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (key, value))
+    tensors = (grad, query, key, value, output, lse)
+    if block_table.shape[0]:
+        sparse = (block_indices, query_table, block_table, block_size, softmax_scale, query_chunk)
+        _sparse_backward(dq, dk, dv, *tensors, *sparse)
+    else:
+        dq.zero_()
+    backward_runs(dq, dk, dv, *tensors, dense_table, dense_borders, softmax_scale)
+    return dq, dk.to(key.dtype), dv.to(value.dtype)
+
+
+@_sparse_attention_backward.register_fake
+def _(
+    grad,
+    query,
+    key,
+    value,
+    output,
+    lse,
+    block_indices,
+    query_table,
+    block_table,
+    dense_table,
+    dense_borders,
+    block_size,
+    softmax_scale,
+    query_chunk,
+):
+    return tuple(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in (query, key, value))
+
+
+def _sparse_backward(
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    block_indices: Tensor,
+    query_table: Tensor,
+    block_table: Tensor,
+    block_size: int,
+    softmax_scale: float,
+    query_chunk: int,
+) -> None:
+    """Write `dq`, 0 where `query_table` has no document; add to `dk` and `dv`, fp32."""
     num_queries, num_heads, head_dim = query.shape
     num_groups, num_selected = block_indices.shape[1:]
     heads = num_heads // num_groups
     num_blocks = block_table.shape[0]
-    dq = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    # Rows add to these chunk after chunk.
-    dk = torch.zeros(key.shape, dtype=torch.float32, device=key.device)
-    dv = torch.zeros(value.shape, dtype=torch.float32, device=value.device)
-    if num_blocks == 0:
-        return dq.zero_(), dk.to(key.dtype), dv.to(value.dtype)
     grad, query, key, value, output = (unit_stride(tensor) for tensor in (grad, query, key, value, output))
     tile = tile_for("sparse_attention_bwd", query, num_groups)
     combine = tile_for("combine_slots", query, num_groups)
-    mean, stats = block_stats(key, value, block_table, block_size)
+    common, stats = block_stats(key, value, block_table, block_size)
     index = build_reverse_index(
         block_indices,
         query_table,
@@ -243,7 +327,7 @@ def _sparse_attention_backward(
             delta_size,
             query_table,
             block_table,
-            mean,
+            common,
             stats,
             *index_arguments(index, slots=True),
             partial,
@@ -277,7 +361,7 @@ def _sparse_attention_backward(
             partial,
             unit,
             sigma,
-            mean,
+            common,
             lse,
             block_indices,
             query_table,
@@ -297,7 +381,6 @@ def _sparse_attention_backward(
             STAGES=combine.num_stages,
             num_warps=combine.num_warps,
         )
-    return dq, dk.to(key.dtype), dv.to(value.dtype)
 
 
 def sum_slots(
@@ -322,24 +405,6 @@ def sum_slots(
     )
 
 
-@_sparse_attention_backward.register_fake
-def _(
-    grad,
-    query,
-    key,
-    value,
-    output,
-    lse,
-    block_indices,
-    query_table,
-    block_table,
-    block_size,
-    softmax_scale,
-    query_chunk,
-):
-    return tuple(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in (query, key, value))
-
-
 def _setup_context(ctx, inputs, output):
     *tensors, ctx.block_size, ctx.softmax_scale, ctx.query_chunk = inputs
     ctx.mark_non_differentiable(output[1])
@@ -347,22 +412,10 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, grad_output, grad_lse):
-    query, key, value, block_indices, query_table, block_table, output, lse = ctx.saved_tensors
-    grads = _sparse_attention_backward(
-        grad_output,
-        query,
-        key,
-        value,
-        output,
-        lse,
-        block_indices,
-        query_table,
-        block_table,
-        ctx.block_size,
-        ctx.softmax_scale,
-        ctx.query_chunk,
-    )
-    return *grads, None, None, None, None, None, None
+    query, key, value, *tables, output, lse = ctx.saved_tensors
+    sizes = (ctx.block_size, ctx.softmax_scale, ctx.query_chunk)
+    grads = _sparse_attention_backward(grad_output, query, key, value, output, lse, *tables, *sizes)
+    return *grads, *[None] * 8
 
 
 _sparse_attention.register_autograd(_backward, setup_context=_setup_context)
@@ -377,12 +430,16 @@ def sparse_attention_triton(
     *,
     block_size: int,
     softmax_scale: float,
+    dense_up_to: int = 0,
     query_chunk: int = QUERY_CHUNK,
 ) -> tuple[Tensor, Tensor]:
     """See `sparse_attention`. `query_chunk` bounds the memory of partial results and changes no output bit."""
     check_triton("sparse_attention", query)
     check_supported("sparse_attention", query, key, block_indices, block_size)
-    query_table, block_table = document_tables(segments, block_size, query.device)
+    short, long = segments.split_at(dense_up_to)
+    if short.num_valid_rows:
+        check_head_dim(query)
+    tables = (*document_tables(long, block_size, query.device), *dense_tables(short, query.device))
     return torch.ops.msa_pretrain.sparse_attention(
-        query, key, value, block_indices, query_table, block_table, block_size, softmax_scale, query_chunk
+        query, key, value, block_indices, *tables, block_size, softmax_scale, query_chunk
     )

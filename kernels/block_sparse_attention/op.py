@@ -1,6 +1,7 @@
 """sparse_attention: exact attention over the kept blocks (README.md of this folder)."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from ..checks import (
     check_backend,
     check_block_indices,
     check_block_size,
+    check_dense_up_to,
     check_device,
     check_floating,
     resolve_scale,
@@ -19,6 +21,7 @@ from ..triton_support import BACKENDS
 from .reference import sparse_attention_reference
 
 
+@torch.compiler.disable
 def sparse_attention(
     query: Tensor,
     key: Tensor,
@@ -28,13 +31,16 @@ def sparse_attention(
     *,
     block_size: int,
     softmax_scale: float | None = None,
+    dense_up_to: int = 0,
     backend: str = "reference",
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of each query over the visible tokens of its kept blocks; a group's heads share the blocks.
 
     Args: query [t_q, n, d], key and value [t_k, g, d] of one floating dtype, any strides; head h belongs to group
         h // (n/g). block_indices int32 [t_q, g, k] as `select_blocks` returns them. `softmax_scale` defaults to
-        1/sqrt(d).
+        1/sqrt(d). Fragments of at most `dense_up_to` keys must keep all visible blocks, as `select_blocks` does up to
+        k * block_size: the Triton backend takes the library kernels of `dense_attention` for them, which are exact,
+        faster there, and deterministic as PyTorch is told to be.
 
     Returns:
         output [t_q, n, d] in the input dtype, differentiable in query, key and value.
@@ -54,12 +60,13 @@ def sparse_attention(
     check_device(op, query=query, block_indices=block_indices)
     read_ids = backend == "reference" or not block_indices.is_cuda
     check_block_indices(op, block_indices, segments, key.shape[1], block_size, read_ids=read_ids)
+    check_dense_up_to(op, dense_up_to, block_indices, block_size)
     scale = resolve_scale(op, softmax_scale, query.shape[2])
     attend: Callable[..., tuple[Tensor, Tensor]]
     if backend == "triton":
         from .launch import sparse_attention_triton
 
-        attend = sparse_attention_triton
+        attend = partial(sparse_attention_triton, dense_up_to=dense_up_to)
     else:
         attend = sparse_attention_reference
     with torch.autocast(query.device.type, enabled=False):

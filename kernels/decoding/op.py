@@ -8,6 +8,7 @@ from ..triton_support import BACKENDS
 from .reference import decode_attention_reference
 
 
+@torch.compiler.disable
 @torch.no_grad()
 def decode_attention(
     query: Tensor,

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..segments import Segments
+from .reference import dense_attention_reference, dense_gradients_reference
 
 CUDNN_LENGTH = 1024
 
@@ -89,6 +90,13 @@ def _borders(run: Run, borders: Tensor) -> tuple[Tensor, Tensor]:
     return borders[run.borders : run.borders + count], borders[run.borders + count : run.borders + 2 * count]
 
 
+def _fragments(run: Run, borders: Tensor) -> Segments:
+    """The run's fragments, counted from its first rows."""
+    cu_q, cu_k = (list(pairwise(cumulative.tolist())) for cumulative in _borders(run, borders))
+    rows = tuple((q, q_end - q, k, k_end - k) for (q, q_end), (k, k_end) in zip(cu_q, cu_k, strict=True))
+    return Segments(rows, run.q_len, run.k_len)
+
+
 def _heads_first(tensor: Tensor) -> Tensor:
     """[rows, heads, d] as [1, heads, rows, d]."""
     return tensor.transpose(0, 1)[None]
@@ -99,17 +107,30 @@ def _unit_stride(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-@torch.library.custom_op("msa_pretrain::dense_attention", mutates_args=())
-def _dense_attention(
-    query: Tensor, key: Tensor, value: Tensor, table: Tensor, borders: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    """`table` is on the CPU, `borders` int32 on the device."""
+def has_library(query: Tensor) -> bool:
+    """Whether the libraries take tensors like this one."""
+    return query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
+
+
+def forward_runs(
+    output: Tensor,
+    lse: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    table: Tensor,
+    borders: Tensor,
+    scale: float,
+) -> None:
+    """Write the rows of all runs to `output` [t_q, n, d] and `lse` fp32 [t_q, n]; see `dense_tables` for the runs."""
     query, key, value = _unit_stride(query), _unit_stride(key), _unit_stride(value)
-    output = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
-    lse = torch.full(query.shape[:2], -torch.inf, dtype=torch.float32, device=query.device)
     for run in _runs(table):
         q, k, v = query[run.queries], key[run.keys], value[run.keys]
-        if run.cudnn:
+        if not has_library(query):
+            rows = _fragments(run, borders)
+            out, run_lse = dense_attention_reference(q, k, v, rows, softmax_scale=scale)
+            run_lse = run_lse.T
+        elif run.cudnn:
             result = _aten._scaled_dot_product_cudnn_attention(
                 _heads_first(q), _heads_first(k), _heads_first(v), None, True, 0.0, True, False, scale=scale
             )
@@ -121,6 +142,57 @@ def _dense_attention(
             )
         output[run.queries] = out
         lse[run.queries] = run_lse.T
+
+
+def backward_runs(
+    d_query: Tensor,
+    d_key: Tensor,
+    d_value: Tensor,
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    table: Tensor,
+    borders: Tensor,
+    scale: float,
+) -> None:
+    """Write the query gradients of all runs, and add those of keys and values, in fragment order."""
+    grad, query, key, value = (_unit_stride(tensor) for tensor in (grad, query, key, value))
+    no_seed = torch.zeros((), dtype=torch.int64, device=key.device)
+    for run in _runs(table):
+        q, k, v = query[run.queries], key[run.keys], value[run.keys]
+        out, dout = output[run.queries], grad[run.queries]
+        run_lse = lse[run.queries].T.contiguous()
+        if not has_library(query):
+            rows = _fragments(run, borders)
+            dq, dk, dv = dense_gradients_reference(dout, q, k, v, out, lse[run.queries], rows, softmax_scale=scale)
+        elif run.cudnn:
+            grads = _aten._scaled_dot_product_cudnn_attention_backward(
+                *(_heads_first(x) for x in (dout, q, k, v, out)), run_lse[None, :, :, None], no_seed, no_seed,
+                None, None, None, run.q_len, run.k_len, 0.0, True, scale=scale,
+            )  # fmt: skip
+            dq, dk, dv = (x[0].transpose(0, 1) for x in grads)
+        else:
+            cu_q, cu_k = _borders(run, borders)
+            dq, dk, dv = _aten._flash_attention_backward(
+                dout, q, k, v, out, run_lse, cu_q, cu_k, run.max_q, run.max_k, 0.0, True,
+                no_seed.new_zeros(2).view(torch.uint64), no_seed.view(torch.uint64), scale=scale,
+            )  # fmt: skip
+        d_query[run.queries] = dq
+        d_key[run.keys] += dk
+        d_value[run.keys] += dv
+
+
+@torch.library.custom_op("msa_pretrain::dense_attention", mutates_args=())
+def _dense_attention(
+    query: Tensor, key: Tensor, value: Tensor, table: Tensor, borders: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """`table` is on the CPU, `borders` int32 on the device."""
+    output = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
+    lse = torch.full(query.shape[:2], -torch.inf, dtype=torch.float32, device=query.device)
+    forward_runs(output, lse, query, key, value, table, borders, scale)
     return output, lse
 
 
@@ -141,38 +213,11 @@ def _dense_attention_backward(
     borders: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    runs = _runs(table)
-    grad, query, key, value = (_unit_stride(tensor) for tensor in (grad, query, key, value))
     d_query = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
-    # Nested key ranges add up, in fragment order and in fp32.
-    overlap = _overlap(runs)
-    dtype = torch.float32 if overlap else key.dtype
-    d_key = torch.zeros(key.shape, dtype=dtype, device=key.device)
-    d_value = torch.zeros(value.shape, dtype=dtype, device=key.device)
-    no_seed = torch.zeros((), dtype=torch.int64, device=key.device)
-    for run in runs:
-        q, k, v = query[run.queries], key[run.keys], value[run.keys]
-        out, dout = output[run.queries], grad[run.queries]
-        run_lse = lse[run.queries].T.contiguous()
-        if run.cudnn:
-            grads = _aten._scaled_dot_product_cudnn_attention_backward(
-                *(_heads_first(x) for x in (dout, q, k, v, out)), run_lse[None, :, :, None], no_seed, no_seed,
-                None, None, None, run.q_len, run.k_len, 0.0, True, scale=scale,
-            )  # fmt: skip
-            dq, dk, dv = (x[0].transpose(0, 1) for x in grads)
-        else:
-            cu_q, cu_k = _borders(run, borders)
-            dq, dk, dv = _aten._flash_attention_backward(
-                dout, q, k, v, out, run_lse, cu_q, cu_k, run.max_q, run.max_k, 0.0, True,
-                no_seed.new_zeros(2).view(torch.uint64), no_seed.view(torch.uint64), scale=scale,
-            )  # fmt: skip
-        d_query[run.queries] = dq
-        if overlap:
-            d_key[run.keys] += dk
-            d_value[run.keys] += dv
-        else:
-            d_key[run.keys] = dk
-            d_value[run.keys] = dv
+    # Nested key ranges add up in fp32.
+    dtype = torch.float32 if _overlap(_runs(table)) else key.dtype
+    d_key, d_value = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (key, value))
+    backward_runs(d_query, d_key, d_value, grad, query, key, value, output, lse, table, borders, scale)
     return d_query, d_key.to(key.dtype), d_value.to(value.dtype)
 
 
@@ -195,21 +240,32 @@ def _backward(ctx, grad, grad_lse):
 _dense_attention.register_autograd(_backward, setup_context=_setup_context)
 
 
-def dense_attention_library(
-    query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, softmax_scale: float
-) -> tuple[Tensor, Tensor]:
-    """See `dense_attention`: fp16 or bf16 on a GPU."""
-    if query.shape[2] % 8 or query.shape[2] > 128:
+def check_head_dim(query: Tensor) -> None:
+    if has_library(query) and (query.shape[2] % 8 or query.shape[2] > 128):
         raise ValueError(
             f"dense_attention: backend 'triton' supports head dims that are multiples of 8 up to 128; got "
             f"{query.shape[2]}. Use a supported size or backend='reference'."
         )
+
+
+def dense_tables(segments: Segments, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The runs (on the CPU) and their borders (int32 on `device`) as the ops take them, built once for the segments."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     name = f"dense_runs_{deterministic}"
-    table = segments.cached(name, "cpu", lambda: _table(plan_runs(segments, deterministic)[0]))
-    borders = segments.cached(
-        name + "_borders",
-        query.device,
-        lambda: torch.tensor(plan_runs(segments, deterministic)[1], dtype=torch.int32),
+    return (
+        segments.cached(name, "cpu", lambda: _table(plan_runs(segments, deterministic)[0])),
+        segments.cached(
+            name + "_borders",
+            device,
+            lambda: torch.tensor(plan_runs(segments, deterministic)[1], dtype=torch.int32),
+        ),
     )
+
+
+def dense_attention_library(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, softmax_scale: float
+) -> tuple[Tensor, Tensor]:
+    """See `dense_attention`: fp16 or bf16 on a GPU."""
+    check_head_dim(query)
+    table, borders = dense_tables(segments, query.device)
     return _dense_attention(query, key, value, table, borders, softmax_scale)

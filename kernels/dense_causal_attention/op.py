@@ -5,11 +5,13 @@ from torch import Tensor
 
 from ..checks import check_attention_inputs, check_backend, check_floating, resolve_scale
 from ..segments import Segments
+from .library import dense_attention_library, has_library
 from .reference import dense_attention_reference
 
 BACKENDS = ("reference", "triton")
 
 
+@torch.compiler.disable
 def dense_attention(
     query: Tensor,
     key: Tensor,
@@ -41,8 +43,6 @@ def dense_attention(
     check_attention_inputs(op, segments, query, key, value)
     scale = resolve_scale(op, softmax_scale, query.shape[2])
     with torch.autocast(query.device.type, enabled=False):
-        if backend == "triton" and query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
-            from .library import dense_attention_library
-
+        if backend == "triton" and has_library(query):
             return dense_attention_library(query, key, value, segments, softmax_scale=scale)
         return dense_attention_reference(query, key, value, segments, softmax_scale=scale)

@@ -6,6 +6,7 @@ from torch import Tensor
 from ..segments import Segments
 from ..tiling import (
     QueryTile,
+    group_heads,
     grouped_scores,
     join_rows,
     masked_softmax,
@@ -76,3 +77,34 @@ def dense_attention_reference(
 ) -> tuple[Tensor, Tensor]:
     """See `dense_attention`."""
     return attention_reference(query, key, value, None, segments, block_size=1, softmax_scale=softmax_scale)
+
+
+def dense_gradients_reference(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    segments: Segments,
+    *,
+    softmax_scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `dense_attention_reference` from its output and lse, for where autograd cannot be asked.
+
+    dS = P (dO V^T - <O, dO>), dQ = scale dS K, dK = scale dS^T Q, dV = P^T dO; in fp32 or better, fragment by fragment.
+    """
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    num_groups = key.shape[1]
+    d_query, d_key, d_value = (torch.zeros_like(x, dtype=dtype) for x in (query, key, value))
+    for tile, _ in query_tiles(segments):
+        # [g, n/g, rows, d] and [g, keys, d]
+        q, dout, out = (group_heads(x[tile.queries].to(dtype), num_groups) for x in (query, grad, output))
+        k, v = (x[tile.keys].to(dtype).transpose(0, 1)[:, None] for x in (key, value))
+        row_lse = group_heads(lse[tile.queries][..., None].to(dtype), num_groups)
+        probs = (softmax_scale * q @ k.mT - row_lse).exp() * tile.visible_tokens(query.device)
+        dscores = softmax_scale * probs * (dout @ v.mT - (dout * out).sum(-1, keepdim=True))
+        d_query[tile.queries] = (dscores @ k).permute(2, 0, 1, 3).flatten(1, 2)
+        d_key[tile.keys] += (dscores.mT @ q).sum(1).transpose(0, 1)
+        d_value[tile.keys] += (probs.mT @ dout).sum(1).transpose(0, 1)
+    return d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype)

@@ -1,6 +1,7 @@
 """sparse_indexer_kl and dense_indexer_kl: the row losses that train the indexer (README.md of this folder)."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from ..checks import (
     check_backend,
     check_block_indices,
     check_block_size,
+    check_dense_up_to,
     check_device,
     check_floating,
     check_index_inputs,
@@ -22,6 +24,7 @@ from .reference import indexer_kl_reference
 BACKENDS = ("reference",)
 
 
+@torch.compiler.disable
 def sparse_indexer_kl(
     index_query: Tensor,
     index_key: Tensor,
@@ -33,13 +36,14 @@ def sparse_indexer_kl(
     *,
     block_size: int,
     softmax_scale: float | None = None,
+    dense_up_to: int = 0,
     backend: str = "reference",
 ) -> Tensor:
     """KL(P || P_idx) of each row and group over the visible tokens of the kept blocks.
 
     Args: index_query [t_q, g, i] and index_key [t_k, i] of one floating dtype; query [t_q, n, d] and key [t_k, g, d]
         of one floating dtype; lse [t_q, n] and block_indices int32 [t_q, g, k] of the `sparse_attention` call that
-        the teacher comes from, with its `softmax_scale`.
+        the teacher comes from, with its `softmax_scale` and `dense_up_to`.
 
     Returns kl fp32 (fp64 for fp64 index inputs) [t_q, g], not weighted and not summed. Differentiable in index_query
         and index_key only: the teacher P is detached. 0 with zero gradients: rows in no document and rows with one
@@ -55,11 +59,12 @@ def sparse_indexer_kl(
     check_device(op, index_query=index_query, block_indices=block_indices)
     read_ids = backend == "reference" or not block_indices.is_cuda
     check_block_indices(op, block_indices, segments, key.shape[1], block_size, read_ids=read_ids)
+    check_dense_up_to(op, dense_up_to, block_indices, block_size)
     indexer_kl: Callable[..., Tensor]
     if backend == "triton":
         from .sparse_launch import sparse_indexer_kl_triton
 
-        indexer_kl = sparse_indexer_kl_triton
+        indexer_kl = partial(sparse_indexer_kl_triton, dense_up_to=dense_up_to)
     else:
         indexer_kl = indexer_kl_reference
     with torch.autocast(index_query.device.type, enabled=False):
@@ -76,6 +81,7 @@ def sparse_indexer_kl(
         )
 
 
+@torch.compiler.disable
 def dense_indexer_kl(
     index_query: Tensor,
     index_key: Tensor,

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ..block_sparse_attention.backward_kernel import add_or_put
-from ..block_sparse_attention.kernel import find_item, head_rows, load_block
+from ..block_sparse_attention.kernel import find_item, head_rows, load_block, pair_rows
 
 
 @triton.jit
@@ -84,10 +84,8 @@ def _sparse_kl_fwd_kernel(
         index_key = load_block(index_key_ptr, first_key, num_keys, 0, stride_ikt, 0, BLOCK_SIZE, INDEX_DIM)
         key_row = first_key + tl.arange(0, BLOCK_SIZE)
         offs_i = tl.arange(0, INDEX_DIM)[None, :]
-        offs_row = tl.arange(0, ROWS)
         for i in tl.range(start, end, ROWS, num_stages=1):
-            is_real = i + offs_row < end
-            pair = tl.load(pairs_ptr + tl.minimum(i + offs_row, end - 1))
+            is_real, pair, _head = pair_rows(pairs_ptr, i, end, 1, ROWS)
             query_row = (pair // (NUM_GROUPS * NUM_SELECTED)).to(tl.int64)
             # [ROWS, BLOCK_SIZE]
             teacher = teacher_tile(
@@ -168,7 +166,7 @@ def _sparse_kl_bwd_kernel(
     weight_ptr,
     query_table_ptr,
     block_table_ptr,
-    mean_ptr,
+    common_ptr,
     stats_ptr,
     pairs_ptr,
     row_start_ptr,
@@ -220,16 +218,14 @@ def _sparse_kl_bwd_kernel(
         key = load_block(key_ptr, first_key, num_keys, group, stride_kt, stride_kg, BLOCK_SIZE, HEAD_DIM)
         index_key = load_block(index_key_ptr, first_key, num_keys, 0, stride_ikt, 0, BLOCK_SIZE, INDEX_DIM)
         offs_i = tl.arange(0, INDEX_DIM)[None, :]
-        mean = tl.load(mean_ptr + block.to(tl.int64) * INDEX_DIM + offs_i)
-        centred = (index_key.to(tl.float32) - mean).to(index_key.dtype)
+        common = tl.load(common_ptr + block.to(tl.int64) * INDEX_DIM + offs_i)
+        centred = (index_key.to(tl.float32) - common).to(index_key.dtype)
         # The sum of |D| is at most 2.
         unit = tl.load(stats_ptr + block.to(tl.int64) * 2 + 1) + (1.0 - 15.0)
         dk = tl.zeros((BLOCK_SIZE, INDEX_DIM), dtype=tl.float32)
         key_row = first_key + tl.arange(0, BLOCK_SIZE)
-        offs_row = tl.arange(0, ROWS)
         for i in tl.range(start, end, ROWS, num_stages=1):
-            is_real = i + offs_row < end
-            pair = tl.load(pairs_ptr + tl.minimum(i + offs_row, end - 1))
+            is_real, pair, _head = pair_rows(pairs_ptr, i, end, 1, ROWS)
             query_row = (pair // (NUM_GROUPS * NUM_SELECTED)).to(tl.int64)
             # [ROWS, BLOCK_SIZE]
             teacher = teacher_tile(

@@ -22,6 +22,7 @@ from ..block_sparse_attention.launch import (
 from ..block_sparse_attention.reverse_index import build_reverse_index, document_tables
 from ..segments import Segments
 from ..triton_support import check_choice, check_triton, dot_precision, next_power_of_two
+from .dense_launch import dense_indexer_kl_triton
 from .sparse_kernel import _kl_rows_kernel, _sparse_kl_bwd_kernel, _sparse_kl_fwd_kernel
 
 LOG2E = 1.0 / math.log(2.0)
@@ -170,7 +171,7 @@ def _sparse_indexer_kl_backward(
     scaled_weight = weight / weight_unit
     tile = tile_for("sparse_kl_bwd", query, num_groups)
     combine = tile_for("combine_slots", query, num_groups)
-    mean, stats = block_stats(index_key[:, None], index_key[:, None], block_table, block_size)
+    common, stats = block_stats(index_key[:, None], index_key[:, None], block_table, block_size)
     index = build_reverse_index(
         block_indices,
         query_table,
@@ -195,7 +196,7 @@ def _sparse_indexer_kl_backward(
             scaled_weight,
             query_table,
             block_table,
-            mean,
+            common,
             stats,
             *index_arguments(index, slots=True),
             partial,
@@ -229,7 +230,7 @@ def _sparse_indexer_kl_backward(
             partial,
             unit,
             sigma,
-            mean,
+            common,
             weight,
             block_indices,
             query_table,
@@ -297,6 +298,7 @@ def sparse_indexer_kl_triton(
     *,
     block_size: int,
     softmax_scale: float,
+    dense_up_to: int = 0,
     query_chunk: int = QUERY_CHUNK,
 ) -> Tensor:
     """See `sparse_indexer_kl`. `query_chunk` bounds the memory of partial results."""
@@ -304,18 +306,14 @@ def sparse_indexer_kl_triton(
     check_triton(op, index_query, query)
     check_choice(op, "index dim", index_query.shape[2], SUPPORTED_SIZES)
     check_supported(op, query, key, block_indices, block_size)
-    query_table, block_table = document_tables(segments, block_size, query.device)
-    kl, _ = torch.ops.msa_pretrain.sparse_indexer_kl(
-        index_query,
-        index_key,
-        query.detach(),
-        key.detach(),
-        lse.detach(),
-        block_indices,
-        query_table,
-        block_table,
-        block_size,
-        softmax_scale,
-        query_chunk,
-    )
-    return kl
+    short, long = segments.split_at(dense_up_to)
+    teacher = (query.detach(), key.detach(), lse.detach())
+    parts = []
+    if long.num_valid_rows or not short.num_valid_rows:
+        tables = document_tables(long, block_size, query.device)
+        sizes = (block_size, softmax_scale, query_chunk)
+        parts.append(_sparse_indexer_kl(index_query, index_key, *teacher, block_indices, *tables, *sizes)[0])
+    if short.num_valid_rows:
+        parts.append(dense_indexer_kl_triton(index_query, index_key, *teacher, short, softmax_scale=softmax_scale))
+    # Each is 0 in the other's rows.
+    return sum(parts[1:], parts[0])

@@ -19,6 +19,7 @@ from .reference import selection_quality_reference
 SUPPORTS = ("kept", "full")
 
 
+@torch.compiler.disable
 def selection_quality(
     query: Tensor,
     key: Tensor,

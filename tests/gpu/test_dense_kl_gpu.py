@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from msa_pretrain.kernels import Segments, dense_attention, dense_indexer_kl
+from msa_pretrain.kernels.dense_causal_attention.library import dense_tables
 
 pytestmark = pytest.mark.gpu
 LENGTHS = [1, 15, 16, 17, 0, 127, 128, 129, 507, 1021, 1024]
@@ -190,3 +191,11 @@ def test_dense_attention_strided_views_and_stride_0_gradient(ordered_sums):
         output, _ = dense_attention(*leaves, segments, backend="triton")
         results.append(torch.autograd.grad(output.sum(), leaves))
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def test_opcheck_of_dense_attention():
+    segments = Segments.from_cu_seqlens([0, 1024, 1100], 1105)
+    x = inputs(segments, n=4, g=2, d=64, i=16)
+    tensors = [tensor.requires_grad_() for tensor in (x.query, x.key, x.value)]
+    tables = dense_tables(segments, torch.device("cuda"))
+    torch.library.opcheck(torch.ops.msa_pretrain.dense_attention.default, (*tensors, *tables, 0.125))

@@ -9,6 +9,7 @@ import torch
 from msa_pretrain.kernels import Segments, dense_attention, sparse_attention
 from msa_pretrain.kernels.block_sparse_attention.launch import sparse_attention_triton
 from msa_pretrain.kernels.block_sparse_attention.reverse_index import build_reverse_index, document_tables
+from msa_pretrain.kernels.dense_causal_attention.library import dense_tables
 
 # Arithmetic of masked lanes, which the interpreter carries out and then drops.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -173,6 +174,42 @@ def test_all_blocks_equal_dense_and_one_block_is_block_diagonal():
             torch.testing.assert_close(sparse[name], expected, rtol=0, atol=3e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@pytest.mark.parametrize("layout", ["documents", "nested ranges"])
+def test_the_dense_route_changes_no_result(layout):
+    """Documents on both sides of k * l = 32 tokens, padding, and nested ranges of one document on both routes."""
+    segments = Segments.from_cu_seqlens([0, 31, 63, 63, 96, 97, 162], 164)
+    if layout == "nested ranges":
+        segments = Segments(((20, 20, 2, 70), (0, 18, 2, 30), (41, 5, 80, 5)), 47, 90)
+    x = inputs(segments, n=6, g=2, d=16, dtype=torch.float32)
+    ids = random_ids(segments, 2, 16, 2)
+
+    def routed(dense_up_to):
+        return run(
+            lambda *qkv: sparse_attention(
+                *qkv, ids, segments, block_size=16, dense_up_to=dense_up_to, backend="triton"
+            ),
+            x,
+        )
+
+    sparse, mixed = routed(0), routed(32)
+    for name, expected in sparse.items():
+        torch.testing.assert_close(mixed[name], expected, rtol=0, atol=3e-6, msg=lambda m, n=name: f"{n}: {m}")
+    if layout == "documents":
+        # Nested ranges share tiles, and in the interpreter a product depends on a row's place in its tile.
+        long = segments.split_at(32)[1].query_mask("cpu")
+        for name in ("output", "lse", "d_query"):
+            assert torch.equal(mixed[name][long], sparse[name][long]), name
+    assert_same_bits(routed(32), mixed)
+
+
+def test_dense_route_longer_than_the_kept_blocks_is_refused():
+    segments = Segments.from_cu_seqlens([0, 40])
+    x = inputs(segments, n=2, g=1, d=16, dtype=torch.float32)
+    ids = random_ids(segments, 1, 16, 2)
+    with pytest.raises(ValueError, match=r"dense_up_to \(33\) must be at least 0 and at most k x block_size \(32\)"):
+        sparse_attention(x.query, x.key, x.value, ids, segments, block_size=16, dense_up_to=33)
+
+
 def test_views_strides_and_expanded_gradients_change_no_bit():
     """Slices of one fused tensor, a transposed query, a gradient with stride 0; three runs, so also determinism."""
     segments = Segments.from_cu_seqlens([0, 37])
@@ -231,10 +268,12 @@ def test_a_batch_without_documents():
 
 
 def test_opcheck():
-    segments = Segments.from_cu_seqlens([0, 20], 21)
+    segments = Segments.from_cu_seqlens([0, 20, 32], 33)
     x = inputs(segments, n=2, g=1, d=16, dtype=torch.float32)
     ids = random_ids(segments, 1, 16, 2)
-    tables = document_tables(segments, 16, torch.device("cpu"))
+    short, long = segments.split_at(16)
+    cpu = torch.device("cpu")
+    tables = (*document_tables(long, 16, cpu), *dense_tables(short, cpu))
     arguments = (x.query, x.key, x.value, ids, *tables, 16, 0.25, 16384)
     torch.library.opcheck(torch.ops.msa_pretrain.sparse_attention.default, arguments)
 

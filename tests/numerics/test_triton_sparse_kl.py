@@ -31,10 +31,10 @@ def inputs(segments, *, n, g, d, i, block_size, k, dtype=torch.float32, offset=0
     return SimpleNamespace(**index, query=query, key=key, lse=lse, ids=ids, grad=grad)
 
 
-def run(x, segments, block_size, *, query_chunk=None, backend="triton"):
+def run(x, segments, block_size, *, query_chunk=None, dense_up_to=0, backend="triton"):
     arguments = (x.index_query, x.index_key, x.query, x.key, x.lse, x.ids, segments)
     if query_chunk is None:
-        kl = sparse_indexer_kl(*arguments, block_size=block_size, backend=backend)
+        kl = sparse_indexer_kl(*arguments, block_size=block_size, dense_up_to=dense_up_to, backend=backend)
     else:
         scale = x.query.shape[2] ** -0.5
         kl = sparse_indexer_kl_triton(*arguments, block_size=block_size, softmax_scale=scale, query_chunk=query_chunk)
@@ -133,6 +133,17 @@ def test_all_blocks_equal_the_full_sequence():
         ("d_index_query", "d_index_key"), torch.autograd.grad(full, (x.index_query, x.index_key), x.grad), strict=True
     ):
         torch.testing.assert_close(sparse[name], expected, rtol=0, atol=2e-6)
+
+
+def test_the_dense_route_changes_no_result():
+    """Documents on both sides of k * l = 32 tokens, one token alone, padding; and a batch of short ones only."""
+    for borders in ([0, 31, 63, 96, 97, 150], [0, 20, 21, 53]):
+        segments = Segments.from_cu_seqlens(borders, borders[-1] + 2)
+        x = inputs(segments, n=6, g=2, d=16, i=16, block_size=16, k=2)
+        sparse, mixed = (run(x, segments, 16, dense_up_to=limit) for limit in (0, 32))
+        for name, expected in sparse.items():
+            torch.testing.assert_close(mixed[name], expected, rtol=0, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
+        assert (mixed["kl"][borders[-1] :] == 0).all()
 
 
 @pytest.mark.parametrize("poison", [math.nan, 1e30])
