@@ -20,6 +20,7 @@ from ..kernels import (
 )
 from .config import ModelSpec, Phase, QKNorm
 from .context import AttentionContext
+from .context_parallel import gather_rows
 from .indexer import Indexer
 from .norm import FullVectorNorm, HeadNorm
 from .rope import apply_rotation
@@ -47,7 +48,8 @@ class MSAAttention(MegatronModule):
     """QKV -> QK norm -> partial RoPE -> {dense | warm-up | sparse} attention -> output projection.
 
     A tensor-parallel rank has whole KV groups, each with its query heads and its index query head: attention, selection
-    and KL need no message, and the KL of a rank is that of its groups.
+    and KL need no message, and the KL of a rank is that of its groups. A context-parallel rank has whole layers and a
+    share of the queries, and gathers the keys (`gather_rows`).
 
     Megatron's layout [t, 1, h] is converted here to the kernels' packed [t, heads, dim] and nowhere else. The phase
     comes with each micro-batch (`AttentionContext`); a layer without index branch attends densely in every phase.
@@ -64,7 +66,7 @@ class MSAAttention(MegatronModule):
         super().__init__(config=config)
         model = spec.model
         self.spec, self.layer = spec, layer_number - 1
-        self.tp_group, self.head_dim = pg_collection.tp, model.head_dim
+        self.tp_group, self.cp_group, self.head_dim = pg_collection.tp, pg_collection.cp, model.head_dim
         # of this rank
         self.num_heads = model.num_query_heads // self.tp_group.size()
         self.num_groups = model.num_kv_heads // self.tp_group.size()
@@ -104,6 +106,7 @@ class MSAAttention(MegatronModule):
         context = packed_seq_params
         query, key, value = self._project(hidden_states, context)
         if self.indexer is None:
+            key, value = gather_rows(self.cp_group, key, value)
             if context.cache is not None:
                 key, value = context.cache.extend(self.layer, key, value)
             output, _ = dense_attention(query, key, value, context.segments, backend=self._backend)
@@ -111,6 +114,7 @@ class MSAAttention(MegatronModule):
             raise ValueError("a model with index branches has no dense phase; use warmup or sparse.")
         else:
             index_query, index_key = self.indexer(hidden_states.squeeze(1), context.cos, context.sin)
+            key, value, index_key = gather_rows(self.cp_group, key, value, index_key)
             attend = self._attend if context.cache is None else self._attend_cached
             output = attend(query, key, value, index_query, index_key, context)
         return self.linear_proj(output.flatten(1)[:, None])

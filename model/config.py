@@ -99,6 +99,7 @@ class ParallelConfig:
     virtual_pipeline: int = 1
     """Model chunks per pipeline stage (interleaved schedule); 1 means none."""
     context: int = 1
+    """Ranks that share the tokens of a micro-batch, two chunks each; they gather each other's keys and values."""
     expert: int = 1
     expert_tensor: int = 1
     """Ranks that share each expert's hidden channels: 1 (whole experts), or as many as `tensor`."""

@@ -215,7 +215,8 @@ def _rng_state() -> ShardedObject:
         parallel_state.get_pipeline_model_parallel_rank(),
         parallel_state.get_data_parallel_rank(),
     )
-    return ShardedObject(RNG_KEY, data, _layout(), where, replica_id=0)
+    # context-parallel ranks are given the same samples and draw the same numbers
+    return ShardedObject(RNG_KEY, data, _layout(), where, replica_id=parallel_state.get_context_parallel_rank())
 
 
 def _set_rng_state(data: dict[str, Any]) -> None:

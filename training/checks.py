@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -175,8 +176,7 @@ def _moe(config: TrainConfig) -> Iterator[str]:
 
 def _parallel(config: TrainConfig, world_size: int | None) -> Iterator[str]:
     parallel, layers = config.parallel, config.model.num_layers
-    if parallel.context > 1:
-        yield f"parallel.context ({parallel.context}) is not available in this version. Use 1."
+    yield from _context(config)
     yield from _tensor(config)
     if config.moe.num_experts % parallel.expert:
         yield (
@@ -197,7 +197,7 @@ def _parallel(config: TrainConfig, world_size: int | None) -> Iterator[str]:
     if world_size is None:
         return
     for name, size in (
-        ("parallel.tensor x parallel.pipeline", parallel.model_ranks),
+        ("parallel.tensor x parallel.context x parallel.pipeline", parallel.model_ranks),
         ("parallel.pipeline x parallel.expert x parallel.expert_tensor", parallel.expert_ranks),
     ):
         if world_size % size:
@@ -241,12 +241,20 @@ def _tensor(config: TrainConfig) -> Iterator[str]:
             f"parallel.tensor ({tensor}) with MoE layers needs parallel.sequence: every rank would route every token. "
             "Set parallel.sequence=true."
         )
-    tokens = config.training.micro_batch_size * config.training.seq_length
-    if parallel.sequence and tokens % tensor:
+
+
+def _context(config: TrainConfig) -> Iterator[str]:
+    """What splits the tokens of a micro-batch: two chunks for each context rank, then equal parts with `sequence`."""
+    parallel, training = config.parallel, config.training
+    parts = 2 * parallel.context if parallel.context > 1 else 1
+    name = "2 x parallel.context" if parallel.context > 1 else "parallel.tensor"
+    if parallel.sequence:
+        parts = math.lcm(parts, parallel.context * parallel.tensor)
+        name = "2 x parallel.context and parallel.context x parallel.tensor" if parallel.context > 1 else name
+    if (tokens := training.micro_batch_size * training.seq_length) % parts:
         yield (
-            f"parallel.sequence needs training.micro_batch_size x training.seq_length ({tokens}) to be a multiple of "
-            f"parallel.tensor ({tensor}). Use training.seq_length="
-            f"{-(-config.training.seq_length // tensor) * tensor}."
+            f"training.micro_batch_size x training.seq_length ({tokens}) must be a multiple of {name}, which takes "
+            f"{parts}. Use training.seq_length={-(-training.seq_length // parts) * parts}."
         )
 
 

@@ -59,6 +59,9 @@ def run_micro_batches(
     Two denominators: LM tokens and valid rows are counted before the first backward, since Megatron divides every
     gradient by the LM tokens afterwards and the KL must come out divided by (valid rows x groups) instead.
     """
+    num_tokens = batches[0].tokens.numel()
+    context_rank = parallel_state.get_context_parallel_rank()
+    batches = [batch.share(context_rank, spec.parallel.context) for batch in batches]
     counts = torch.tensor(
         [sum(batch.num_target_tokens for batch in batches), sum(batch.num_valid_rows for batch in batches)],
         dtype=torch.int64,
@@ -99,7 +102,7 @@ def run_micro_batches(
         data_iterator=[iter(batches) for _ in chunks],
         model=list(chunks),
         num_microbatches=len(batches),
-        seq_length=batches[0].tokens.numel(),
+        seq_length=num_tokens,
         micro_batch_size=1,
         forward_only=plan.forward_only,
     )

@@ -21,7 +21,7 @@ from plans import (  # noqa: E402  (scripts beside the tests, not a package)
     LAYOUTS,
     RAMP,
     RESUMED,
-    TENSOR_PARALLEL,
+    SHARED_SAMPLES,
     VARIANT_LAYOUTS,
     VARIANTS,
 )
@@ -97,7 +97,7 @@ def walked(launcher):
         2,
         [
             *(
-                Run(name, overrides, **(cut_long if name in TENSOR_PARALLEL else long))
+                Run(name, overrides, **(cut_long if name in SHARED_SAMPLES else long))
                 for name, overrides in LAYOUTS.items()
             ),
             *(Run(name, VARIANTS[of] + overrides, **short) for name, (of, overrides) in VARIANT_LAYOUTS.items()),

@@ -11,8 +11,11 @@ LAYOUTS = {
     "tp2": TP2,
     "tp2_ep2_recompute": [*TP2, P + "expert=2", "training.recompute=full"],
     "tp2_etp2_allgather": [*TP2, P + "expert_tensor=2", P + "dispatcher=allgather"],
+    "cp2": [P + "context=2"],
+    "cp2_ep2_recompute": [P + "context=2", P + "expert=2", "training.recompute=full"],
 }
-TENSOR_PARALLEL = [name for name in LAYOUTS if name.startswith("tp2")]
+# Ranks work on one sample together.
+SHARED_SAMPLES = [name for name in LAYOUTS if name.startswith(("tp2", "cp2"))]
 OFTEN = "tracking.recall_every=2"
 # Other models, trained by one process and in the layouts below. A pipeline stage without MSA comes first or last.
 VARIANTS = {
@@ -37,10 +40,12 @@ VARIANT_LAYOUTS = {
     "late_msa_tp2": ("late_msa", TP2),
     "early_msa_pp2": ("early_msa", [P + "pipeline=2"]),
     "early_msa_tp2_without_sp": ("early_msa", [P + "tensor=2"]),
+    "late_msa_cp2": ("late_msa", [P + "context=2"]),
 }
 FOUR_PROCESSES = {
     "late_msa_tp2_pp2": ("late_msa", [*TP2, P + "pipeline=2"]),
     "late_msa_tp2_ep2_dp2": ("late_msa", [*TP2, P + "expert=2"]),
+    "late_msa_tp2_cp2": ("late_msa", [*TP2, P + "context=2"]),
 }
 ALONE = {
     "micro_batch_2": ["training.micro_batch_size=2"],

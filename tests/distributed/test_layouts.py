@@ -6,7 +6,7 @@ Seven jobs walk through all runs (walker.py); the tests below read what the rank
 import pytest
 import torch
 from megatron.core import dist_checkpointing
-from plans import ALONE, CUTS, FOUR_PROCESSES, LAYOUTS, RESUMED, TENSOR_PARALLEL, VARIANT_LAYOUTS
+from plans import ALONE, CUTS, FOUR_PROCESSES, LAYOUTS, RESUMED, SHARED_SAMPLES, VARIANT_LAYOUTS
 
 from msa_pretrain.model.parallel import distributed
 
@@ -32,7 +32,7 @@ def test_series_equal_those_of_one_process(walked, name):
     """LM loss, KL, both gradient norms, rates, loads and recall over the steps of both phases, to 1e-5."""
     expected = choices(walked, "one", 1)
     assert len(expected) == 20 * 3 * 80 + 10 * 4 * 80 * 4
-    assert_same_series(walked, name, 2 if name in LAYOUTS else 1, "one", 12 if name in TENSOR_PARALLEL else 20)
+    assert_same_series(walked, name, 2 if name in LAYOUTS else 1, "one", 12 if name in SHARED_SAMPLES else 20)
 
 
 @pytest.mark.parametrize("name", [*VARIANT_LAYOUTS, *FOUR_PROCESSES])
@@ -69,7 +69,7 @@ def assert_same_series(walked, name, num_ranks, reference_name, num_steps):
     assert max(worst.values()) <= 1e-5, worst
 
 
-@pytest.mark.parametrize("name", TENSOR_PARALLEL)
+@pytest.mark.parametrize("name", SHARED_SAMPLES)
 def test_gradients_equal_those_of_one_process(walked, name):
     """Adam's first moment, ten steps of the warm-up and one of the sparse phase, parameter by parameter."""
     with distributed():

@@ -225,7 +225,10 @@ class Decisions:
         self.cursor: dict[str, int] = {}
 
     def begin(self, step: int, batches: list) -> None:
-        self.step, self.batches, self.cursor = step, batches, {}
+        from megatron.core import parallel_state
+
+        rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+        self.step, self.batches, self.cursor = step, [batch.share(rank, size) for batch in batches], {}
 
     def _names(self, where: str) -> list[str]:
         """Row names of the micro-batch that `where` sees now; each module sees the micro-batches in order."""

@@ -31,14 +31,19 @@ BAD = {
         "parallel.pipeline x parallel.expert x parallel.expert_tensor (2) must divide the number of processes (1).",
     ),
     "virtual stages alone": (["parallel.virtual_pipeline=2"], "parallel.virtual_pipeline (2) needs parallel.pipeline"),
-    "context parallelism": (["parallel.context=2"], "parallel.context (2) is not available in this version. Use 1."),
+    "context chunks": (
+        ["parallel.context=3", "training.micro_batch_size=1"],
+        "training.micro_batch_size x training.seq_length (512) must be a multiple of 2 x parallel.context, which "
+        "takes 6. Use training.seq_length=516.",
+    ),
     "tensor size and KV heads": (
         ["parallel.tensor=4", "parallel.sequence=true"],
         "parallel.tensor (4) must divide model.num_kv_heads (2): a rank has whole KV groups. Use 1 or 2.",
     ),
     "tensor size and world size": (
         ["parallel.tensor=2", "parallel.sequence=true"],
-        "parallel.tensor x parallel.pipeline (2) must divide the number of processes (1). Use a product out of 1",
+        "parallel.tensor x parallel.context x parallel.pipeline (2) must divide the number of processes (1). Use a "
+        "product out of 1",
     ),
     "tensor size and vocabulary": (
         ["parallel.tensor=2", "parallel.sequence=true", "model.vocab_size=257"],
@@ -60,8 +65,8 @@ BAD = {
     "sequence alone": (["parallel.sequence=true"], "parallel.sequence has no effect without tensor parallelism."),
     "sequence and tokens": (
         ["parallel.tensor=2", "parallel.sequence=true", "training.seq_length=511", "training.micro_batch_size=1"],
-        "training.micro_batch_size x training.seq_length (511) to be a multiple of parallel.tensor (2). Use "
-        "training.seq_length=512.",
+        "training.micro_batch_size x training.seq_length (511) must be a multiple of parallel.tensor, which takes 2. "
+        "Use training.seq_length=512.",
     ),
     "expert tensor size": (
         ["parallel.expert_tensor=2"],
