@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from .config import ParallelConfig
 from .megatron_compat import megatron_on_cpu
@@ -52,6 +51,8 @@ def fake_rank(parallel: ParallelConfig, rank: int, world_size: int) -> Iterator[
 
     Collectives return at once and compute nothing. Not inside `distributed`.
     """
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # torch's own tests; no part of a training run
+
     with megatron_on_cpu():
         dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
         try:

@@ -106,11 +106,8 @@ def rank_parameters(spec: ModelSpec, slots: Sequence[int | str]) -> RankParamete
         dense += index_parameters(spec, tensor) if spec.is_msa(slot) else 0
         if spec.is_moe(slot):
             dense += moe.num_experts * size + mlp_parameters(size, moe.shared_hidden_size // tensor)
-            experts += (
-                moe.num_experts
-                // parallel.expert
-                * mlp_parameters(size, moe.expert_hidden_size // parallel.expert_tensor)
-            )
+            expert = mlp_parameters(size, moe.expert_hidden_size // parallel.expert_tensor)
+            experts += moe.num_experts // parallel.expert * expert
         else:
             dense += mlp_parameters(size, moe.dense_hidden_size // tensor)
     return RankParameters(dense=dense, experts=experts)

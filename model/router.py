@@ -27,7 +27,7 @@ class SigmoidRouter(nn.Module):
         self.weight = nn.Parameter(torch.empty(moe.num_experts, config.hidden_size, dtype=torch.float32))
         self.weight.is_fp32_param = True  # type: ignore[attr-defined]
         # by this mark Megatron sums its gradient over the tensor-parallel ranks, each of which routes its own tokens
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.weight.sequence_parallel = getattr(config, "sequence_parallel", False)  # type: ignore[attr-defined]
         self.register_buffer("expert_bias", torch.zeros(moe.num_experts, dtype=torch.float32))
         # zero at every step boundary, so not part of a checkpoint
         self.register_buffer("tokens_per_expert", torch.zeros(moe.num_experts, dtype=torch.int64), persistent=False)

@@ -1,7 +1,7 @@
 """Does a layout add up? Every rank's share of the model, built on the meta device in a world that is only a number."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -35,7 +35,7 @@ class Coordinate:
 
 @dataclass(frozen=True)
 class Shard:
-    """A box of one tensor of the model as a checkpoint names it, and the rank that holds it."""
+    """A box of one tensor of the model, as a checkpoint names it."""
 
     key: str
     offset: tuple[int, ...]
@@ -119,7 +119,7 @@ def share_of_rank(spec: ModelSpec, seq_length: int, rank: int, world_size: int) 
     return Share(shards, RankParameters(dense=sizes[True], experts=sizes[False]))
 
 
-def _shards(value: object) -> Iterable[Shard]:
+def _shards(value: object) -> Iterator[Shard]:
     if not isinstance(value, ShardedTensor | ShardedTensorFactory):
         return
     # a factory makes several boxes of one parameter
