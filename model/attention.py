@@ -17,29 +17,12 @@ from ..kernels import (
     sparse_attention,
     sparse_indexer_kl,
 )
+from .attach_loss import AttachLoss
 from .config import ModelSpec, Phase, QKNorm
 from .context import AttentionContext
 from .indexer import Indexer
 from .norm import RMSNorm
 from .rope import apply_rotation
-
-
-class AttachLoss(torch.autograd.Function):
-    """Identity on `output` whose backward starts `loss` with gradient 1: the loss rides on the layer's own graph.
-
-    Megatron's per-token mode sums gradients over micro-batches and divides them once by the LM tokens, so 1 is right
-    in every layout and no hook in the schedules is needed.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, loss: Tensor) -> Tensor:
-        ctx.save_for_backward(loss)
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        (loss,) = ctx.saved_tensors
-        return grad_output, torch.ones_like(loss)
 
 
 class MSAAttention(MegatronModule):

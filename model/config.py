@@ -80,10 +80,24 @@ class MoEConfig:
     """Factor on the routed experts' sum (2.0 in MiniMax-M3)."""
     bias_update_rate: float = 1e-3
     """Step of the expert bias towards balance after each optimizer step; 0 freezes it."""
+    num_groups: int = 1
+    """Groups of consecutive experts (DeepSeek-V3); 1: every expert is open to every token."""
+    top_groups: int = 1
+    """Groups that a token may choose experts from; each is worth the sum of its top_k / top_groups best experts."""
+    aux_loss_coef: float = 0.0
+    """Factor on the sequence balance loss of each layer, a mean over tokens; a document is a sequence."""
+    z_loss_coef: float = 0.0
+    """Factor on each router's logsumexp(logits)^2, a mean over tokens."""
+    force_balance: bool = False
+    """For benchmarks: tokens take the experts in turn, whatever the router says, and the bias stands still."""
     dense_mlp_layers: list[int] = field(default_factory=list)
     """Layers (0-based) with a plain MLP."""
     dense_hidden_size: int = 0
     """Hidden size of those layers' MLP."""
+
+    @property
+    def has_losses(self) -> bool:
+        return self.aux_loss_coef > 0 or self.z_loss_coef > 0
 
 
 @dataclass(kw_only=True)

@@ -31,6 +31,10 @@ MINIMUMS = {
     "moe.expert_hidden_size": 1,
     "moe.shared_hidden_size": 0,
     "moe.bias_update_rate": 0,
+    "moe.num_groups": 1,
+    "moe.top_groups": 1,
+    "moe.aux_loss_coef": 0,
+    "moe.z_loss_coef": 0,
     "moe.dense_hidden_size": 0,
     "parallel.tensor": 1,
     "parallel.pipeline": 1,
@@ -58,6 +62,7 @@ MINIMUMS = {
     "tracking.log_every": 1,
     "tracking.recall_every": 0,
     "tracking.recall_rows": 1,
+    "tracking.moe_layers": 0,
 }
 POSITIVE = (
     "model.norm_eps",
@@ -165,10 +170,39 @@ def _moe(config: TrainConfig) -> Iterator[str]:
     yield from _layer_list("moe.dense_mlp_layers", moe.dense_mlp_layers, config.model.num_layers)
     if moe.top_k > moe.num_experts:
         yield f"moe.top_k ({moe.top_k}) must be at most moe.num_experts ({moe.num_experts})."
+    yield from _expert_groups(config)
+    if moe.force_balance and moe.has_losses:
+        yield (
+            f"moe.aux_loss_coef ({moe.aux_loss_coef}) and moe.z_loss_coef ({moe.z_loss_coef}) have no meaning with "
+            "moe.force_balance=true, where the router chooses nothing. Set them to 0."
+        )
     if bool(moe.dense_mlp_layers) != bool(moe.dense_hidden_size):
         yield (
             f"moe.dense_hidden_size ({moe.dense_hidden_size}) and moe.dense_mlp_layers ({moe.dense_mlp_layers}) go "
             "together. Set both, or 0 and []."
+        )
+
+
+def _expert_groups(config: TrainConfig) -> Iterator[str]:
+    moe = config.moe
+    if moe.num_experts % moe.num_groups:
+        yield (
+            f"moe.num_groups ({moe.num_groups}) must divide moe.num_experts ({moe.num_experts}). "
+            f"Use {_choices(_divisors(moe.num_experts))}."
+        )
+        return
+    if moe.top_groups > moe.num_groups:
+        yield f"moe.top_groups ({moe.top_groups}) must be at most moe.num_groups ({moe.num_groups})."
+    if moe.top_k % moe.top_groups:
+        yield (
+            f"moe.top_groups ({moe.top_groups}) must divide moe.top_k ({moe.top_k}): a group is worth its top_k / "
+            f"top_groups best experts. Use {_choices(_divisors(moe.top_k))}."
+        )
+    open_experts = moe.top_groups * moe.num_experts // moe.num_groups
+    if open_experts < moe.top_k <= moe.num_experts:
+        yield (
+            f"moe.top_groups ({moe.top_groups}) leaves {open_experts} experts open to a token, fewer than moe.top_k "
+            f"({moe.top_k}). Raise moe.top_groups."
         )
 
 

@@ -109,6 +109,8 @@ class TrackingConfig:
     """Steps between measurements of the selection on training rows (validation always measures it); 0: never."""
     recall_rows: int = 256
     """Query rows sampled for each measurement of the selection."""
+    moe_layers: int = 8
+    """MoE layers whose expert load is logged one by one, evenly spread; the worst of all is always logged."""
 
 
 @dataclass(kw_only=True)

@@ -12,9 +12,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
 from ..data.packing import PackedBatch
-from ..kernels import SelectionQuality
+from ..kernels import Segments, SelectionQuality
 from ..model.config import ModelSpec, Phase
 from ..model.context import AttentionContext, Measurements
+from ..model.gpt import routers
 from ..model.parallel import data_group, device
 
 
@@ -72,19 +73,20 @@ def run_micro_batches(
         measurements=measurements,
     )
     share = plan.sample_rows / max(valid_rows, 1)
+    for _, router in routers(chunks):
+        router.loss_weight = lm_tokens / max(valid_rows, 1)
 
     def forward_step(batch_iterator: Iterator[PackedBatch], model: nn.Module) -> tuple[Tensor, Any]:
         batch = next(batch_iterator).to(device())
         rows = sampled_rows(batch, share) if plan.sample_rows else None
         context = AttentionContext.build(spec, batch.segments, batch.positions[0], quality_rows=rows, **values)
-        padding = ~batch.segments.query_mask(device())[None] if batch.num_valid_rows < batch.tokens.numel() else None
         losses = model(
             batch.tokens,
             batch.positions,
             None,
             labels=batch.labels,
             packed_seq_params=context,
-            padding_mask=padding,
+            padding_mask=documents(batch.segments)[None],
         )
         return losses, partial(_masked_sum, batch.loss_mask)
 
@@ -100,6 +102,18 @@ def run_micro_batches(
     )
     lm_loss = torch.stack([output["lm_loss"] for output in outputs]).sum() if outputs else None
     return _reduce(spec, measurements, lm_loss, lm_tokens, valid_rows, bool(plan.sample_rows))
+
+
+def documents(segments: Segments) -> Tensor:
+    """int32 [t] on this rank's device: the number of each row's document in the micro-batch; -1 for padding."""
+
+    def build() -> Tensor:
+        numbers = torch.full((segments.num_queries,), -1, dtype=torch.int32)
+        for number, (start, length, _, _) in enumerate(segments.rows):
+            numbers[start : start + length] = number
+        return numbers
+
+    return segments.cached("documents", device(), build)
 
 
 def sampled_rows(batch: PackedBatch, share: float) -> Tensor:

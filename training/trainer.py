@@ -59,6 +59,8 @@ class Trainer:
         self.state, self.wandb_run_id = self._resume()
         self.train_data, self.valid_data = build_datasets(config)
         self.total_steps = config.total_steps
+        if config.moe.force_balance:
+            logger.warning("moe.force_balance=true: experts are chosen in turn, not by the router. For speed alone.")
         self._step_s: float | None = None  # running mean, for the time left
         self.metrics: MetricsWriter | None = self._build_metrics() if torch.distributed.get_rank() == 0 else None
         self.console = ProgressLine(self.total_steps, num_gpus=torch.distributed.get_world_size())
@@ -124,7 +126,13 @@ class Trainer:
         limits = {"backbone": config.optim.clip_norm, "indexer": config.optim.indexer_clip_norm}
         outcome = clip_and_step(self.optimizer, limits)
         raise_if_not_finite()  # the index scores of this step, where the norms have waited for the GPU anyway
-        load = balance_experts(self.chunks, self.spec, applied=outcome.applied)
+        load = balance_experts(
+            self.chunks,
+            self.spec,
+            applied=outcome.applied,
+            valid_rows=sums.valid_rows,
+            num_layers_logged=tracking.moe_layers,
+        )
         state.step = step
         state.tokens_before_step = state.consumed_tokens
         state.consumed_tokens += num_tokens
@@ -134,7 +142,7 @@ class Trainer:
             logger.warning("step %d skipped: gradient norms %s are not finite", step, outcome.norms)
         if step % tracking.log_every and not measured:
             return
-        values = {
+        values: dict[str, Any] = {
             "train/lm_loss": sums.mean_lm_loss,
             "train/phase": phase.name,
             "optim/lr": rates["backbone"],
@@ -149,6 +157,13 @@ class Trainer:
                 "optim/indexer_grad_norm": outcome.norms["indexer"],
                 **indexer_metrics(sums, self.spec, config.training.kl_coef),
             }
+        if load.get("moe/aux_loss", 1.0) < 0.9:
+            logger.warning(
+                "step %d: moe/aux_loss is %.3f; 1 is balance: scores lean away from the loads they make.",
+                step,
+                load["moe/aux_loss"],
+            )
+        values["train/loss"] = values.get("train/loss", sums.mean_lm_loss) + load.get("moe/weighted_losses", 0.0)
         self._log(values)
 
     def _speed(self, seconds: float, num_tokens: int, batches: list[PackedBatch], phase: Phase) -> dict[str, float]:

@@ -68,6 +68,7 @@ def walked(launcher):
             *(Run(name, overrides, **long) for name, overrides in ALONE.items()),
             Run("whole_5", warmup_steps=5, save_at=[5]),
             Run("whole_7", warmup_steps=7),
+            Run("idle_one", favour_first_half=True),
             Run("ramp_whole", RAMP),
             Run("ramp_cut", RAMP, "ramp", save_at=[4], stop_before=6),
         ],
@@ -85,6 +86,7 @@ def walked(launcher):
             *(Run(name, overrides, **long) for name, overrides in LAYOUTS.items()),
             *(Run(f"{name}_whole", overrides) for name, overrides in RESUMED.items()),
             Run("nan", nan_at=3),
+            Run("idle", LAYOUTS["ep2_alltoall"], favour_first_half=True),
             Run("batched_p2p", LAYOUTS["pp2_vpp2"], steps=3, warmup_steps=3, batched_p2p=True),
         ],
     )

@@ -104,6 +104,17 @@ def test_a_nan_on_one_rank_makes_every_rank_skip_the_step(walked, rank):
         assert seen["series"][-1]["train/lm_loss"] < 10
 
 
+def test_a_rank_whose_experts_get_no_token_trains_on(walked):
+    """Case 2.11, T2.5 and T2.10: no hang, all tokens counted, and the numbers of one process."""
+    ours, alone = walked.seen("idle"), walked.seen("idle_one")
+    assert len(ours["series"]) == 10
+    for row, wanted in zip(ours["series"], alone["series"], strict=True):
+        assert row["moe/dead_experts"] == 3 * 2  # layers x experts
+        assert row["moe/bias_range"] == pytest.approx(9.0, abs=0.03)
+        for key in ("train/lm_loss", "optim/grad_norm", "moe/max_over_mean_load", "moe/aux_loss"):
+            assert row[key] == pytest.approx(wanted[key], rel=1e-5), key
+
+
 def test_console_shows_the_real_loss_once_when_the_last_stage_has_it(walked):
     """Field case T5.10, with two pipeline stages: every step of the job's runs is printed once, none with -1."""
     lines = [line for line in (walked.directory / "plan3.log").read_text().splitlines() if "lm loss" in line]

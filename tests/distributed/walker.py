@@ -32,6 +32,8 @@ TINY = [
     "moe.top_k=2",
     "moe.expert_hidden_size=16",
     "moe.dense_hidden_size=32",
+    "moe.aux_loss_coef=0.01",
+    "moe.z_loss_coef=0.001",
     "training.seq_length=20",
     "training.micro_batch_size=1",
     "training.global_batch_size=4",
@@ -65,6 +67,8 @@ class Run:
     """A checkpoint folder to load before training."""
     nan_at: int = 0
     """Step at which the last rank's first micro-batch gets a NaN loss. 0: none."""
+    favour_first_half: bool = False
+    """Set every router's bias so that only the first half of the experts gets tokens."""
     batched_p2p: bool = False
     """Take away the remedy of Megatron's pipeline messages with two stages."""
 
@@ -155,6 +159,9 @@ def execute(config, run: Run, directory: Path) -> dict:
     walked = Walked(config, folder)
     if run.batched_p2p:
         gpt.transformer_config = translate
+    if run.favour_first_half:
+        for _, router in gpt.routers(walked.chunks):
+            router.expert_bias[: len(router.expert_bias) // 2] = 9.0
     with decisions.recorded(walked.chunks):
         if walked.state.step in run.save_at:
             walked.save()
@@ -180,7 +187,10 @@ SERIES = (
     "optim/lr",
     "optim/indexer_lr",
     "moe/max_over_mean_load",
+    "moe/dead_experts",
     "moe/bias_range",
+    "moe/aux_loss",
+    "moe/z_loss",
     "indexer/score_recall",
     "train/phase",
 )
