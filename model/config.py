@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 # Enum members are spelled as in YAML and on the command line; OmegaConf lists them when a value is wrong.
+Activation = Enum("Activation", ["swiglu", "swiglu_oai"])
 QKNorm = Enum("QKNorm", ["none", "per_head", "full_vector"])
 LayerBackend = Enum("LayerBackend", ["torch", "transformer_engine"])
 AttentionKind = Enum("AttentionKind", ["msa", "dense"])
+IndexerInit = Enum("IndexerInit", ["random", "from_attention"])
 AttentionBackend = Enum("AttentionBackend", ["reference", "triton"])
 Dispatcher = Enum("Dispatcher", ["allgather", "alltoall"])
 Recompute = Enum("Recompute", ["none", "selective", "full"])
@@ -36,6 +38,9 @@ class ModelConfig:
     qk_norm: QKNorm
     """`per_head`: one weight [d] (MiniMax-M3, Qwen3); `full_vector`: RMS over all heads (MiniMax-M2)."""
     norm_eps: float
+    activation: Activation
+    """Of every MLP: experts, shared expert and plain MLP. `swiglu`: silu(gate) * up. `swiglu_oai` (MiniMax-M3):
+    g * sigmoid(1.702 g) * (u + 1) with g = min(gate, 7) and u = up clamped to -7..7."""
     tie_embeddings: bool
     backend: LayerBackend
     """Where norms and GEMMs come from."""
@@ -62,6 +67,9 @@ class AttentionConfig:
     """The main branch's partial RoPE on the index heads."""
     detach: bool = True
     """Stop the index branch's gradient at its input (paper eq. 11). Off only in ablations."""
+    indexer_init: IndexerInit = IndexerInit.random
+    """How index weights start that `training.init_from` does not bring: `random`, or `from_attention`: averages of the
+    checkpoint's query and key projections (spec section 4)."""
     backend: AttentionBackend
     full_layers: list[int] = field(default_factory=list)
     """Layers (0-based) with dense attention for ever and no index branch."""

@@ -16,7 +16,7 @@ class DocumentMoELayer(MoELayer):
     def forward(
         self, hidden_states: Tensor, intermediate_tensors: None = None, padding_mask: Tensor | None = None
     ) -> tuple[Tensor, None]:
-        """hidden_states [s, b, h], padding_mask int [b, s]: each token's document, -1 for padding -> ([s, b, h], None)."""
+        """hidden_states [s, b, h], `padding_mask` int [b, s]: documents, -1 for padding -> (output [s, b, h], None)."""
         documents = padding_mask if padding_mask is None else padding_mask.transpose(0, 1)
         if self.moe_layer_recompute:
             output = tensor_parallel.checkpoint(self._route_and_compute, False, hidden_states, documents)

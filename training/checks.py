@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..model.config import AttentionBackend, AttentionKind, LayerBackend
+from ..model.config import AttentionBackend, AttentionKind, IndexerInit, LayerBackend
 
 if TYPE_CHECKING:
     from .config import TrainConfig
@@ -267,6 +267,29 @@ def _training(config: TrainConfig) -> Iterator[str]:
         yield f"training.eval_every ({training.eval_every}) needs data.valid."
     if training.resume not in ("auto", "none") and not Path(training.resume).is_dir():
         yield f"training.resume ({training.resume}) is neither auto, none, nor a checkpoint folder."
+    yield from _init_from(config)
+
+
+def _init_from(config: TrainConfig) -> Iterator[str]:
+    training, attention = config.training, config.attention
+    if training.init_from and not config.dry_run and not Path(training.init_from).is_dir():
+        yield f"training.init_from ({training.init_from}) is not a folder. Name a checkpoint or a folder of them."
+    if training.init_from and training.resume not in ("auto", "none"):
+        yield (
+            f"training.init_from ({training.init_from}) has no effect beside training.resume ({training.resume}), "
+            "which brings all weights. Leave one out."
+        )
+    if attention.indexer_init is IndexerInit.random:
+        return
+    if attention.kind is AttentionKind.dense:
+        yield "attention.indexer_init=from_attention has no effect with attention.kind=dense, which has no indexer."
+    if not training.init_from:
+        yield "attention.indexer_init=from_attention needs trained attention. Set training.init_from, or use random."
+    if attention.index_dim != config.model.head_dim:
+        yield (
+            f"attention.indexer_init=from_attention needs attention.index_dim ({attention.index_dim}) equal to "
+            f"model.head_dim ({config.model.head_dim}). Change one, or use random."
+        )
 
 
 def _ramp(config: TrainConfig) -> Iterator[str]:

@@ -48,6 +48,9 @@ class TrainingConfig:
     recompute: Recompute = Recompute.none
     resume: str = "auto"
     """`auto`: the newest complete checkpoint of this run, if any; `none`: start anew; or a checkpoint folder."""
+    init_from: str = ""
+    """Weights of a new run: a checkpoint, or the `checkpoints` folder of another run. Only index branches may be
+    missing there (continued pretraining of a dense model). A run with a checkpoint of its own continues from that."""
     eval_every: int
     """Steps between validations; one more at the end and two at the warm-up -> sparse switch. 0: none."""
     eval_samples: int

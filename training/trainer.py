@@ -20,6 +20,7 @@ from .config import TrainConfig, to_dict
 from .console import ProgressLine
 from .datasets import build_datasets, data_order
 from .evaluation import evaluate, evaluation_metrics, indexer_metrics
+from .init_from import init_weights
 from .optim import LearningRates, build_optimizer, clip_and_step, wrap_with_ddp
 from .phases import phase_at
 from .run_folder import RunFolder
@@ -52,11 +53,14 @@ class Trainer:
             # its default also fills every new tensor, which costs 7% here and only shows reads of unwritten memory
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # no stub
         self.chunks = wrap_with_ddp(build_model(self.spec, config.training.seq_length))
+        checkpoint = self._checkpoint_to_resume()
+        if checkpoint is None and config.training.init_from:
+            init_weights(Path(config.training.init_from), self.chunks, self.spec)
         self.optimizer = build_optimizer(self.chunks, self.spec, config.optim)
         self.rates = LearningRates(self.optimizer, config.optim, config.training)
         self.dp_rank = parallel_state.get_data_parallel_rank()
         self.dp_size = parallel_state.get_data_parallel_world_size()
-        self.state, self.wandb_run_id = self._resume()
+        self.state, self.wandb_run_id = self._resume(checkpoint)
         self.train_data, self.valid_data = build_datasets(config)
         self.total_steps = config.total_steps
         if config.moe.force_balance:
@@ -231,11 +235,13 @@ class Trainer:
         self.metrics.log(state.step, state.consumed_tokens, values)
         self.console.update(state.step, values)
 
-    def _resume(self) -> tuple[TrainState, str | None]:
+    def _checkpoint_to_resume(self) -> Path | None:
         resume = self.config.training.resume
-        path = find_checkpoint(self.folder.checkpoints) if resume == "auto" else None
-        if resume not in ("auto", "none"):
-            path = Path(resume)
+        if resume == "auto":
+            return find_checkpoint(self.folder.checkpoints)
+        return None if resume == "none" else Path(resume)
+
+    def _resume(self, path: Path | None) -> tuple[TrainState, str | None]:
         if path is None:
             return TrainState(), None
         loaded = load_checkpoint(path, self.chunks, self.optimizer, data_order=data_order(self.config))

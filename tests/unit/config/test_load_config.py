@@ -110,6 +110,22 @@ BAD = {
         ["training.resume=nowhere"],
         "training.resume (nowhere) is neither auto, none, nor a checkpoint folder.",
     ),
+    "two sources of weights": (
+        ["training.init_from=tests", "training.resume=tests"],
+        "training.init_from (tests) has no effect beside training.resume (tests), which brings all weights.",
+    ),
+    "index from no attention": (
+        ["attention.indexer_init=from_attention"],
+        "attention.indexer_init=from_attention needs trained attention. Set training.init_from, or use random.",
+    ),
+    "index of another width": (
+        ["attention.indexer_init=from_attention", "attention.index_dim=16", "training.init_from=tests"],
+        "attention.indexer_init=from_attention needs attention.index_dim (16) equal to model.head_dim (32).",
+    ),
+    "index of a dense model": (
+        ["attention.kind=dense", "attention.indexer_init=from_attention", "training.init_from=tests"],
+        "attention.indexer_init=from_attention has no effect with attention.kind=dense, which has no indexer.",
+    ),
     "triton sizes": (
         ["attention.backend=triton", "attention.block_size=24"],
         "attention.block_size (24) must be 16, 32, 64 or 128 with attention.backend=triton.",
@@ -143,6 +159,14 @@ def test_missing_data_names_the_file_and_the_command(config_of, tmp_path, monkey
     )
     with pytest.raises(ConfigError, match=r"data.train is empty. Name at least one prepared dataset"):
         config_of("data=indexed", dry_run=False)
+
+
+def test_weights_from_nowhere_are_refused_unless_nothing_is_loaded(config_of):
+    assert config_of("training.init_from=nowhere").training.init_from == "nowhere"
+    with pytest.raises(
+        ConfigError, match=r"training.init_from \(nowhere\) is not a folder\. Name a checkpoint or a folder"
+    ):
+        config_of("training.init_from=nowhere", dry_run=False)
 
 
 def test_all_problems_come_at_once(config_of):
