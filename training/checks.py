@@ -272,7 +272,9 @@ def _training(config: TrainConfig) -> Iterator[str]:
 
 def _init_from(config: TrainConfig) -> Iterator[str]:
     training, attention = config.training, config.attention
-    if training.init_from and not config.dry_run and not Path(training.init_from).is_dir():
+    # a run that continues does not read it again, so it may be gone
+    begun = config.dry_run or (Path(config.run.dir) / config.run.name / "checkpoints").is_dir()
+    if training.init_from and not begun and not Path(training.init_from).is_dir():
         yield f"training.init_from ({training.init_from}) is not a folder. Name a checkpoint or a folder of them."
     if training.init_from and training.resume not in ("auto", "none"):
         yield (
