@@ -1,11 +1,14 @@
 """Optional losses of the router. Each is a sum over tokens: the caller divides by one global number of tokens."""
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
 
-def sequence_balance_loss(logits: Tensor, routing_map: Tensor, documents: Tensor, topk: int) -> Tensor:
+def sequence_balance_loss(
+    logits: Tensor, routing_map: Tensor, documents: Tensor, topk: int, group: dist.ProcessGroup | None = None
+) -> Tensor:
     """DeepSeek-V3's sequence-wise balance loss (arXiv 2412.19437, eq. 17-20) with a document as the sequence.
 
     Of a document of T tokens: T * sum_e f_e P_e with f_e = e / (k T) * (tokens that chose expert e) and P_e = the mean
@@ -16,21 +19,25 @@ def sequence_balance_loss(logits: Tensor, routing_map: Tensor, documents: Tensor
     Args:
         logits: fp32 [t, e].
         routing_map: bool [t, e], the chosen experts; no gradient.
-        documents: int [t], the document of each token, from 0 and below t; -1 for padding, which adds nothing.
+        documents: int [t], the document of each token, from 0, fewer than there are tokens in `group`; -1 for padding,
+            which adds nothing.
         topk: experts of each token, k.
+        group: ranks that hold the other tokens of the same documents (sequence parallelism).
 
     Returns:
-        fp32 scalar.
+        fp32 scalar: the share of this rank's tokens in the loss.
     """
     tokens, experts = logits.shape
     valid = documents >= 0
-    # padding goes to a row of its own; t rows for documents spare a wait for the GPU to learn how many there are
-    rows = torch.where(valid, documents, tokens).long()
-    ones = torch.ones_like(logits[:, 0])
-    # [documents, e] and [documents]
-    chosen = torch.zeros(tokens + 1, experts, device=logits.device).index_add_(0, rows, routing_map.float())
-    lengths = torch.zeros(tokens + 1, device=logits.device).index_add_(0, rows, ones)
-    load = chosen[rows] * (experts / topk) / lengths[rows, None]
+    # padding goes to a row of its own; a row for each token spares a wait for the GPU to count the documents
+    size = tokens * (group.size() if group else 1)
+    rows = torch.where(valid, documents, size).long()
+    # [documents, e + 1]: tokens that chose each expert, and tokens
+    sums = torch.zeros(size + 1, experts + 1, device=logits.device)
+    sums.index_add_(0, rows, F.pad(routing_map.float(), (0, 1), value=1.0))
+    if group:
+        dist.all_reduce(sums, group=group)
+    load = (sums[:, :-1] * (experts / topk) / sums[:, -1:].clamp_min(1))[rows]
     # s / sum(s) without an epsilon: one would let the router lower the loss by pushing all scores under it
     shares = F.logsigmoid(logits).softmax(dim=-1)
     return ((load * shares).sum(dim=-1) * valid).sum()

@@ -26,6 +26,8 @@ class SigmoidRouter(nn.Module):
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None, moe: MoEConfig) -> None:
         super().__init__()
         self.moe = moe
+        # ranks that route other tokens of the same documents
+        self.sequence_group = pg_collection.tp if pg_collection and config.sequence_parallel else None
         # fp32 in a bf16 model too: rounding flips the choice between close experts
         self.weight = nn.Parameter(torch.empty(moe.num_experts, config.hidden_size, dtype=torch.float32))
         self.weight.is_fp32_param = True  # type: ignore[attr-defined]
@@ -81,7 +83,7 @@ class SigmoidRouter(nn.Module):
     def _with_losses(self, routing_probs: Tensor, logits: Tensor, routing_map: Tensor, document: Tensor) -> Tensor:
         """`routing_probs` with the balance losses attached, and their sums over tokens taken down for the metrics."""
         moe = self.moe
-        balance = sequence_balance_loss(logits, routing_map, document, moe.top_k)
+        balance = sequence_balance_loss(logits, routing_map, document, moe.top_k, self.sequence_group)
         z_loss = router_z_loss(logits, document)
         self.loss_sums += torch.stack([balance.detach(), z_loss.detach()])
         weighted = moe.aux_loss_coef * balance + moe.z_loss_coef * z_loss

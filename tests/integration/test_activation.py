@@ -50,7 +50,7 @@ def test_every_mlp_uses_the_formula(rig, tiny_config, batch_of, activation):
     probs, _ = seen["router"][1]
     torch.testing.assert_close(probs.sum(dim=1), torch.full((20,), 2.0))
     for expert in range(5):
-        gate, up = (flat @ sparse.experts.gate_up_proj[expert].double().t()).chunk(2, dim=-1)
+        gate, up = (flat @ sparse.experts.gate_up_proj[expert].flatten(0, -2).double().t()).chunk(2, dim=-1)
         share = probs[:, expert, None].double()
         expected = expected + share * (gated(gate, up) @ sparse.experts.down_proj[expert].double().t())
     torch.testing.assert_close(output.flatten(0, 1).double(), expected, rtol=1e-5, atol=1e-6)

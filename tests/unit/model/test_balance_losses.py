@@ -76,6 +76,24 @@ def test_losses_do_not_depend_on_the_packing_and_padding_adds_nothing():
     assert not gradient[9:].any() and gradient[:9].all()
 
 
+def test_ranks_that_share_documents_have_the_loss_and_gradient_of_one(monkeypatch):
+    """Sequence parallelism: rows 0-5 and 6-11 on two ranks, the first document reaching over the border."""
+    documents = torch.tensor([0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, -1])
+    logits = torch.randn(12, 7, generator=torch.Generator().manual_seed(5), requires_grad=True)
+    chosen = routing(logits.detach(), 2)
+    halves = (slice(0, 6), slice(6, 12))
+    sums = []
+    pair = type("Group", (), {"size": lambda self: 2})()
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor, group: sums.append(tensor.clone()))
+    for rows in halves:
+        sequence_balance_loss(logits[rows], chosen[rows], documents[rows], 2, pair)
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor, group: tensor.copy_(sums[0] + sums[1]))
+    shared = sum(sequence_balance_loss(logits[rows], chosen[rows], documents[rows], 2, pair) for rows in halves)
+    alone = sequence_balance_loss(logits, chosen, documents, 2)
+    torch.testing.assert_close(shared, alone)
+    torch.testing.assert_close(torch.autograd.grad(shared, logits), torch.autograd.grad(alone, logits))
+
+
 def test_z_loss_by_hand():
     logits = torch.tensor([[0.0, 0.0], [math.log(3.0), 0.0], [5.0, 5.0]])
     documents = torch.tensor([0, 0, -1])
