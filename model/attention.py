@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
@@ -39,6 +40,7 @@ class MSAAttention(MegatronModule):
         spec: ModelSpec,
         pg_collection: ProcessGroupCollection,
         cp_comm_type: str | None = None,
+        attn_mask_type: AttnMaskType = AttnMaskType.causal,
     ) -> None:
         super().__init__(config=config)
         model = spec.model
@@ -118,7 +120,8 @@ class MSAAttention(MegatronModule):
         # once under full recompute, whose first pass runs without gradients
         counted = torch.is_grad_enabled() or not self.training
         measurements = context.measurements if counted else None
-        quality_rows = context.quality_rows if measurements is not None else None
+        depth = self.layer - self.spec.model.num_layers  # of an MTP layer, from 0
+        quality_rows = context.quality_rows if measurements is not None and depth < 0 else None
         if not warmup or quality_rows is not None:
             with torch.no_grad():
                 block_indices, _ = select_blocks(
@@ -137,6 +140,8 @@ class MSAAttention(MegatronModule):
             sparse: dict[str, Any] = dict(block_size=attention.block_size, backend=backend)
             output, lse = sparse_attention(query, key, value, block_indices, segments, **sparse)
             kl = sparse_indexer_kl(index_query, index_key, query, key, lse, block_indices, segments, **sparse)
+        if depth >= 0:
+            kl = kl * context.mtp_targets[depth].t()
         if measurements is not None:
             measurements.add_kl(self.layer, kl.detach().double().sum())
             if quality_rows is not None:

@@ -42,6 +42,8 @@ class ModelConfig:
     """Of every MLP: experts, shared expert and plain MLP. `swiglu`: silu(gate) * up. `swiglu_oai` (MiniMax-M3):
     g * sigmoid(1.702 g) * (u + 1) with g = min(gate, 7) and u = up clamped to -7..7."""
     tie_embeddings: bool
+    mtp_layers: int = 0
+    """Layers that predict a token further ahead each, in training only (DeepSeek-V3's multi-token prediction)."""
     backend: LayerBackend
     """Where norms and GEMMs come from."""
     init_std: float = 0.02
@@ -149,11 +151,16 @@ class ModelSpec:
         return self.attention.kind is AttentionKind.msa and layer not in self.attention.full_layers
 
     def is_moe(self, layer: int) -> bool:
-        return layer not in self.moe.dense_mlp_layers
+        return min(layer, self.model.num_layers - 1) not in self.moe.dense_mlp_layers
 
     @property
     def msa_layers(self) -> list[int]:
         return [layer for layer in range(self.model.num_layers) if self.is_msa(layer)]
+
+    @property
+    def mtp_layers(self) -> list[int]:
+        """Numbers of the MTP layers, on from the decoder's: MSA layers, with the kind of MLP of its last layer."""
+        return [self.model.num_layers + depth for depth in range(self.model.mtp_layers)]
 
     @property
     def moe_layers(self) -> list[int]:

@@ -27,6 +27,7 @@ def transformer_config(spec: ModelSpec) -> TransformerConfig:
         num_query_groups=model.num_kv_heads,
         kv_channels=model.head_dim,
         ffn_hidden_size=moe.dense_hidden_size or moe.expert_hidden_size,
+        mtp_num_layers=model.mtp_layers or None,
         layernorm_epsilon=model.norm_eps,
         normalization="RMSNorm",
         gated_linear_unit=True,

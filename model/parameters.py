@@ -21,6 +21,8 @@ class ParameterCounts:
     dense_mlp: int
     norms: int
     """Layer norms and the final one; those of heads belong to their branch."""
+    mtp: int
+    """All of the MTP layers, their index branches included; no part of the backbone, as they only train."""
 
     @property
     def backbone(self) -> int:
@@ -29,7 +31,7 @@ class ParameterCounts:
 
     @property
     def total(self) -> int:
-        return self.backbone + self.index
+        return self.backbone + self.index + self.mtp
 
     @property
     def active_outside_embeddings(self) -> int:
@@ -52,7 +54,25 @@ def count_parameters(spec: ModelSpec) -> ParameterCounts:
         active_experts=moe_layers * (moe.top_k * expert + shared),
         dense_mlp=(model.num_layers - moe_layers) * mlp_parameters(size, moe.dense_hidden_size),
         norms=(2 * model.num_layers + 1) * size,
+        mtp=model.mtp_layers * mtp_parameters(spec) if model.mtp_layers else 0,
     )
+
+
+def mlp_or_moe_parameters(spec: ModelSpec, layer: int, num_experts: int) -> int:
+    """Router, `num_experts` experts and the shared one of one layer, or its plain MLP."""
+    moe, size = spec.moe, spec.model.hidden_size
+    if not spec.is_moe(layer):
+        return mlp_parameters(size, moe.dense_hidden_size)
+    expert, shared = mlp_parameters(size, moe.expert_hidden_size), mlp_parameters(size, moe.shared_hidden_size)
+    return moe.num_experts * size + num_experts * expert + shared
+
+
+def mtp_parameters(spec: ModelSpec) -> int:
+    """One MTP layer: its projection of two inputs, three norms, and a whole layer with its two."""
+    size, layer = spec.model.hidden_size, spec.mtp_layers[0]
+    index = index_parameters(spec) if spec.is_msa(layer) else 0
+    rest = mlp_or_moe_parameters(spec, layer, spec.moe.num_experts)
+    return 2 * size * size + 5 * size + attention_parameters(spec) + index + rest
 
 
 def mlp_parameters(hidden_size: int, ffn_size: int) -> int:
@@ -76,7 +96,13 @@ def index_parameters(spec: ModelSpec) -> int:
 
 
 def active_matmul_parameters(spec: ModelSpec) -> int:
-    """Weights that multiply each token: active ones with the head and the index branch, without embedding and norms."""
+    """Weights that multiply each token in training: active ones with the head (once more for each MTP layer) and the
+    index branch, without embedding and norms."""
     counts = count_parameters(spec)
     head = spec.model.vocab_size * spec.model.hidden_size
-    return counts.active_outside_embeddings - counts.norms + head + counts.index
+    mtp = 0
+    for layer in spec.mtp_layers:
+        index = index_parameters(spec) if spec.is_msa(layer) else 0
+        active = attention_parameters(spec) + index + mlp_or_moe_parameters(spec, layer, spec.moe.top_k)
+        mtp += 2 * spec.model.hidden_size**2 + active + head
+    return counts.active_outside_embeddings - counts.norms + head + counts.index + mtp

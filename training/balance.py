@@ -26,7 +26,9 @@ def balance_experts(
         valid_rows: tokens of the global batch, padding left out: what the balance losses are means over.
         num_layers_logged: MoE layers that get keys of their own, evenly spread from first to last.
     """
-    found = torch.zeros(spec.model.num_layers, len(LOADS) + 2, dtype=torch.float64, device=device())
+    layers = [*spec.moe_layers, *filter(spec.is_moe, spec.mtp_layers)]
+    num_layers = spec.model.num_layers + spec.model.mtp_layers
+    found = torch.zeros(num_layers, len(LOADS) + 2, dtype=torch.float64, device=device())
     local = list(routers(chunks))
     if local:
         counts = torch.stack([router.take_counts() for _, router in local])
@@ -39,7 +41,6 @@ def balance_experts(
                 router.update_expert_bias(count)
             found[layer] = torch.cat([_measure(count, router.expert_bias), loss / max(valid_rows, 1)])
     dist.all_reduce(found, group=parallel_state.get_pipeline_model_parallel_group())
-    layers = spec.moe_layers
     return _metrics(spec, dict(zip(layers, found[layers].tolist(), strict=True)), num_layers_logged)
 
 

@@ -40,6 +40,8 @@ class TrainingConfig:
     """Indexer warm-up budget (dense attention, KL over the full sequence); in the paper 40B, written 40_000_000_000."""
     kl_coef: float = 1.0
     """Lambda of the KL loss. With the detach and Adam only eps and the clip feel it: tune optim.indexer_lr instead."""
+    mtp_coef: float = 0.1
+    """Factor on the MTP loss, the mean over depths of each depth's mean over its targets."""
     seed: int
     deterministic: bool = True
     num_threads: int

@@ -2,7 +2,7 @@
 
 from ..model.config import ModelSpec, Precision
 from ..model.flops import step_flops
-from ..model.parameters import attention_parameters, count_parameters, index_parameters, mlp_parameters
+from ..model.parameters import attention_parameters, count_parameters, index_parameters, mlp_parameters, mtp_parameters
 from .checks import splits_evenly
 from .config import TrainConfig, to_dict, to_yaml
 from .phases import phase_at
@@ -29,6 +29,7 @@ def report(config: TrainConfig, world_size: int) -> str:
             "  active outside the embeddings",
             f"{counts.active_outside_embeddings:,} ({_billions(counts.active_outside_embeddings)})",
         ),
+        *([("  MTP layers", f"{counts.mtp:,}")] if counts.mtp else []),
         ("  embedding + head", f"{counts.embedding + counts.head:,}"),
         ("  experts", f"{counts.experts:,}"),
         ("tokens per step", f"{config.tokens_per_step:,}"),
@@ -99,6 +100,12 @@ def _stage(spec: ModelSpec, slots: list[int | str]) -> tuple[int, int]:
     for slot in slots:
         if isinstance(slot, str):
             dense += model.vocab_size * size + (size if slot == "head" else 0)
+            if slot == "head" and model.mtp_layers:  # with a copy of the embedding, where another stage has it
+                routed = moe.num_experts * mlp_parameters(size, moe.expert_hidden_size)
+                routed = routed if spec.is_moe(model.num_layers) else 0
+                dense += model.mtp_layers * (mtp_parameters(spec) - routed)
+                dense += model.vocab_size * size if spec.parallel.pipeline > 1 else 0
+                experts += model.mtp_layers * routed
             continue
         dense += attention_parameters(spec) + 2 * size + (index_parameters(spec) if spec.is_msa(slot) else 0)
         if spec.is_moe(slot):

@@ -79,7 +79,9 @@ _LONG_ROWS = ("share of rows with more than k visible blocks, the only rows that
 # ratios would weigh unequal row counts alike): divided after their sums are reduced, they arrive equal everywhere.
 _ROWS: dict[str, tuple[str, str, Reduction]] = {
     "train/lm_loss": ("language-model loss", "nats/token", LAST),
-    "train/loss": ("LM loss + kl_coef x KL summed over layers + moe/weighted_losses", "nats/token", LAST),
+    "train/loss": ("LM + kl_coef x KL summed over layers + moe/weighted_losses + mtp_coef x MTP", "nats/token", LAST),
+    "train/mtp_loss": ("loss of the tokens further ahead, mean over depths", "nats/token", LAST),
+    "train/mtp_loss/depth_<i>": ("loss of the token i after the next, i = 1, 2, ...", "nats/token", LAST),
     "train/tokens": ("tokens consumed since the start: samples x length, padding included", "tokens", LAST),
     "train/samples": ("samples consumed since the start", "samples", LAST),
     "train/step": ("optimizer steps since the start", "steps", LAST),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..data.packing import PackedBatch
 from ..kernels import Segments, SelectionQuality
 from ..model.config import ModelSpec, Phase
-from ..model.context import AttentionContext, Measurements
+from ..model.context import AttentionContext, Measurements, shift_left
 from ..model.gpt import routers
 from ..model.parallel import data_group, device
 
@@ -31,6 +31,8 @@ class StepSums:
     """Layer -> sum over valid rows and groups, nats."""
     quality: dict[int, SelectionQuality]
     """Layer -> measures of the selection on the sampled rows; empty when none were sampled."""
+    mtp_losses: list[float]
+    """By MTP depth: mean over its targets, nats; zeros in validation, which leaves MTP out."""
 
     @property
     def mean_lm_loss(self) -> float:
@@ -46,6 +48,7 @@ class StepPlan:
 
     phase: Phase
     kl_coef: float = 0.0
+    mtp_coef: float = 0.0
     sample_rows: int = 0
     """About how many query rows of the global batch have their selection measured."""
     forward_only: bool = False
@@ -59,41 +62,57 @@ def run_micro_batches(
     Two denominators: LM tokens and valid rows are counted before the first backward, since Megatron divides every
     gradient by the LM tokens afterwards and the KL must come out divided by (valid rows x groups) instead.
     """
+    ahead = [mtp_targets(spec, batch) for batch in batches]
     counts = torch.tensor(
-        [sum(batch.num_target_tokens for batch in batches), sum(batch.num_valid_rows for batch in batches)],
+        [
+            sum(batch.num_target_tokens for batch in batches),
+            sum(batch.num_valid_rows for batch in batches),
+            *(sum(int(targets[depth].sum()) for targets in ahead) for depth in range(spec.model.mtp_layers)),
+        ],
         dtype=torch.int64,
         device=device(),
     )
     dist.all_reduce(counts, group=data_group())
-    lm_tokens, valid_rows = counts.tolist()
+    lm_tokens, valid_rows, *num_mtp_targets = counts.tolist()
     measurements = Measurements()
     values = dict(
         phase=plan.phase,
         kl_weight=plan.kl_coef * lm_tokens / max(valid_rows * spec.model.num_kv_heads, 1),
         measurements=measurements,
+        mtp_weights=[plan.mtp_coef * lm_tokens / max(number * spec.model.mtp_layers, 1) for number in num_mtp_targets],
     )
     share = plan.sample_rows / max(valid_rows, 1)
     for _, router in routers(chunks):
         router.loss_weight = lm_tokens / max(valid_rows, 1)
 
-    def forward_step(batch_iterator: Iterator[PackedBatch], model: nn.Module) -> tuple[Tensor, Any]:
-        batch = next(batch_iterator).to(device())
-        rows = sampled_rows(batch, share) if plan.sample_rows else None
-        context = AttentionContext.build(spec, batch.segments, batch.positions[0], quality_rows=rows, **values)
+    def forward_step(
+        batch_iterator: Iterator[tuple[PackedBatch, list[Tensor]]], model: nn.Module
+    ) -> tuple[Tensor, Any]:
+        batch, targets = next(batch_iterator)
+        batch, numbers = batch.to(device()), documents(batch.segments, device())
+        context = AttentionContext.build(
+            spec,
+            batch.segments,
+            batch.positions[0],
+            quality_rows=sampled_rows(batch, share) if plan.sample_rows else None,
+            documents=numbers,
+            mtp_targets=[mask.to(device()) for mask in targets],
+            **values,
+        )
         losses = model(
             batch.tokens,
             batch.positions,
             None,
             labels=batch.labels,
             packed_seq_params=context,
-            padding_mask=documents(batch.segments)[None],
+            padding_mask=numbers[None],
         )
         return losses, partial(_masked_sum, batch.loss_mask)
 
     outputs = get_forward_backward_func()(
         forward_step_func=forward_step,
         # every virtual stage reads each micro-batch once
-        data_iterator=[iter(batches) for _ in chunks],
+        data_iterator=[zip(batches, ahead, strict=True) for _ in chunks],
         model=list(chunks),
         num_microbatches=len(batches),
         seq_length=batches[0].tokens.numel(),
@@ -101,11 +120,19 @@ def run_micro_batches(
         forward_only=plan.forward_only,
     )
     lm_loss = torch.stack([output["lm_loss"] for output in outputs]).sum() if outputs else None
-    return _reduce(spec, measurements, lm_loss, lm_tokens, valid_rows, bool(plan.sample_rows))
+    return _reduce(spec, measurements, lm_loss, lm_tokens, valid_rows, num_mtp_targets, bool(plan.sample_rows))
 
 
-def documents(segments: Segments) -> Tensor:
-    """int32 [t] on this rank's device: the number of each row's document in the micro-batch; -1 for padding."""
+def mtp_targets(spec: ModelSpec, batch: PackedBatch) -> list[Tensor]:
+    """By MTP depth, [1, t]: the LM loss mask so many tokens on in each document."""
+    numbers, masks = documents(batch.segments, "cpu"), [batch.loss_mask]
+    for _ in spec.mtp_layers:
+        masks.append(shift_left(masks[-1], numbers))
+    return masks[1:]
+
+
+def documents(segments: Segments, place: torch.device | str) -> Tensor:
+    """int32 [t] on `place`: the number of each row's document in the micro-batch; -1 for padding."""
 
     def build() -> Tensor:
         numbers = torch.full((segments.num_queries,), -1, dtype=torch.int32)
@@ -113,7 +140,7 @@ def documents(segments: Segments) -> Tensor:
             numbers[start : start + length] = number
         return numbers
 
-    return segments.cached("documents", device(), build)
+    return segments.cached("documents", place, build)
 
 
 def sampled_rows(batch: PackedBatch, share: float) -> Tensor:
@@ -136,14 +163,17 @@ def _reduce(
     lm_loss: Tensor | None,
     lm_tokens: int,
     valid_rows: int,
+    num_mtp_targets: list[int],
     has_quality: bool,
 ) -> StepSums:
     """Sum over data-parallel ranks and pipeline stages; a stage without the loss or an MSA layer adds zeros."""
     layers, groups, place = spec.msa_layers, spec.model.num_kv_heads, device()
+    with_kl, depths = [*layers, *filter(spec.is_msa, spec.mtp_layers)], spec.model.mtp_layers
     none = SelectionQuality.zeros(groups, place)
     parts = [
         lm_loss.reshape(1).to(place) if lm_loss is not None else torch.zeros(1, dtype=torch.float64, device=place),
-        *(measurements.kl.get(layer, none.kl.new_zeros(())).reshape(1) for layer in layers),
+        *(measurements.kl.get(layer, none.kl.new_zeros(())).reshape(1) for layer in with_kl),
+        *(measurements.mtp_loss.get(depth, none.kl.new_zeros(())).reshape(1) for depth in range(depths)),
     ]
     if has_quality:
         parts += [measurements.quality.get(layer, none).to_vector() for layer in layers]
@@ -152,11 +182,13 @@ def _reduce(
     dist.all_reduce(sums, group=parallel_state.get_pipeline_model_parallel_group())
     sums = sums.cpu()
     size = none.to_vector().numel()
-    qualities = sums[1 + len(layers) :].split(size) if has_quality else []
+    head, mtp_losses, rest = sums.split([1 + len(with_kl), depths, len(sums) - 1 - len(with_kl) - depths])
+    qualities = rest.split(size) if has_quality else []
     return StepSums(
         lm_loss=sums[0].item(),
         lm_tokens=lm_tokens,
         valid_rows=valid_rows,
-        kl=dict(zip(layers, sums[1 : 1 + len(layers)].tolist(), strict=True)),
+        kl=dict(zip(with_kl, head[1:].tolist(), strict=True)),
         quality={layer: SelectionQuality.from_vector(vector) for layer, vector in zip(layers, qualities, strict=False)},
+        mtp_losses=[loss / max(number, 1) for loss, number in zip(mtp_losses.tolist(), num_mtp_targets, strict=True)],
     )

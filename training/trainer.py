@@ -118,7 +118,10 @@ class Trainer:
         step = state.step + 1
         measured = tracking.recall_every and step % tracking.recall_every == 0 and self.spec.msa_layers
         plan = StepPlan(
-            phase=phase, kl_coef=config.training.kl_coef, sample_rows=tracking.recall_rows if measured else 0
+            phase=phase,
+            kl_coef=config.training.kl_coef,
+            mtp_coef=config.training.mtp_coef,
+            sample_rows=tracking.recall_rows if measured else 0,
         )
         num_samples = config.batch_size_at(state.consumed_samples)
         num_tokens = num_samples * config.training.seq_length
@@ -168,6 +171,11 @@ class Trainer:
                 load["moe/aux_loss"],
             )
         values["train/loss"] = values.get("train/loss", sums.mean_lm_loss) + load.get("moe/weighted_losses", 0.0)
+        if sums.mtp_losses:
+            mtp_loss = sum(sums.mtp_losses) / len(sums.mtp_losses)
+            values |= {f"train/mtp_loss/depth_{depth}": loss for depth, loss in enumerate(sums.mtp_losses, start=1)}
+            values |= {"train/mtp_loss": mtp_loss}
+            values["train/loss"] += config.training.mtp_coef * mtp_loss
         self._log(values)
 
     def _speed(self, seconds: float, num_tokens: int, batches: list[PackedBatch], phase: Phase) -> dict[str, float]:

@@ -14,7 +14,7 @@ from msa_pretrain.data.prepare import write_indexed_dataset
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
-from plans import ALONE, CUTS, LAYOUTS, RAMP, RESUMED  # noqa: E402  (scripts beside the tests, not a package)
+from plans import ALONE, CUTS, LAYOUTS, MTP, MTP_LAYOUTS, RAMP, RESUMED  # noqa: E402  (scripts beside the tests, not a package)
 from walker import Run  # noqa: E402
 
 
@@ -69,6 +69,7 @@ def walked(launcher):
             Run("whole_5", warmup_steps=5, save_at=[5]),
             Run("whole_7", warmup_steps=7),
             Run("idle_one", favour_first_half=True),
+            Run("mtp_one", MTP),
             Run("ramp_whole", RAMP),
             Run("ramp_cut", RAMP, "ramp", save_at=[4], stop_before=6),
         ],
@@ -86,6 +87,7 @@ def walked(launcher):
             *(Run(name, overrides, **long) for name, overrides in LAYOUTS.items()),
             *(Run(f"{name}_whole", overrides) for name, overrides in RESUMED.items()),
             Run("nan", nan_at=3),
+            *(Run(name, overrides, save_at=[5]) for name, overrides in MTP_LAYOUTS.items()),
             Run("idle", LAYOUTS["ep2_alltoall"], favour_first_half=True),
             Run("batched_p2p", LAYOUTS["pp2_vpp2"], steps=3, warmup_steps=3, batched_p2p=True),
         ],
@@ -112,6 +114,7 @@ def walked(launcher):
             *(Run(name, warmup_steps=warmup) for name, (warmup, _) in CUTS.items()),
             Run("ramp", RAMP),
             *(Run(f"{name}_to_one", load=checkpoint[name], **loaded) for name in RESUMED),
+            *(Run(f"{name}_to_one", MTP, load=str(launcher.checkpoint(name, 5))) for name in MTP_LAYOUTS),
         ],
         torchrun=False,
     )

@@ -12,6 +12,9 @@ ALONE = {
     "micro_batch_2": ["training.micro_batch_size=2"],
     "full_recompute": ["training.recompute=full"],
 }
+# compared with one process that has them too
+MTP = ["model.mtp_layers=2"]
+MTP_LAYOUTS = {"mtp_pp2": [*MTP, *LAYOUTS["pp2"]], "mtp_ep2": [*MTP, *LAYOUTS["ep2_alltoall"]]}
 RESUMED = {"dp2": [], "pp2": LAYOUTS["pp2"], "ep2": LAYOUTS["ep2_alltoall"]}
 # name -> (warm-up steps, step of the checkpoint): inside the warm-up, exactly at the switch, before the first step
 CUTS = {"inside_warmup": (7, 5), "at_the_switch": (5, 5), "at_step_0": (5, 0)}

@@ -181,6 +181,8 @@ def execute(config, run: Run, directory: Path) -> dict:
 
 SERIES = (
     "train/lm_loss",
+    "train/mtp_loss",
+    "train/loss",
     "indexer/kl",
     "optim/grad_norm",
     "optim/indexer_grad_norm",
