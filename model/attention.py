@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
@@ -18,30 +19,13 @@ from ..kernels import (
     sparse_attention,
     sparse_indexer_kl,
 )
+from .attach_loss import AttachLoss
 from .config import ModelSpec, Phase, QKNorm
 from .context import AttentionContext
 from .context_parallel import gather_rows
 from .indexer import Indexer
 from .norm import FullVectorNorm, HeadNorm
 from .rope import apply_rotation
-
-
-class AttachLoss(torch.autograd.Function):
-    """Identity on `output` whose backward starts `loss` with gradient 1: the loss rides on the layer's own graph.
-
-    Megatron's per-token mode sums gradients over micro-batches and divides them once by the LM tokens, so 1 is right
-    in every layout and no hook in the schedules is needed.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, loss: Tensor) -> Tensor:
-        ctx.save_for_backward(loss)
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        (loss,) = ctx.saved_tensors
-        return grad_output, torch.ones_like(loss)
 
 
 class MSAAttention(MegatronModule):
@@ -62,6 +46,7 @@ class MSAAttention(MegatronModule):
         spec: ModelSpec,
         pg_collection: ProcessGroupCollection,
         cp_comm_type: str | None = None,
+        attn_mask_type: AttnMaskType = AttnMaskType.causal,
     ) -> None:
         super().__init__(config=config)
         model = spec.model
@@ -175,7 +160,8 @@ class MSAAttention(MegatronModule):
         # once under full recompute, whose first pass runs without gradients
         counted = torch.is_grad_enabled() or not self.training
         measurements = context.measurements if counted else None
-        quality_rows = context.quality_rows if measurements is not None else None
+        depth = self.layer - self.spec.model.num_layers  # of an MTP layer, from 0
+        quality_rows = context.quality_rows if measurements is not None and depth < 0 else None
         if not warmup or quality_rows is not None:
             with torch.no_grad():
                 block_indices, _ = select_blocks(index_query, index_key, segments, **self._selection)
@@ -185,6 +171,8 @@ class MSAAttention(MegatronModule):
         else:
             output, lse = sparse_attention(query, key, value, block_indices, segments, **self._sparse)
             kl = sparse_indexer_kl(index_query, index_key, query, key, lse, block_indices, segments, **self._sparse)
+        if depth >= 0:
+            kl = kl * context.mtp_targets[depth].t()
         if measurements is not None:
             measurements.add_kl(self.layer, kl.detach().double().sum())
             if quality_rows is not None:

@@ -14,7 +14,7 @@ SHARDED_DIM = 2
 
 
 class GroupedExperts(MegatronModule):
-    """SwiGLU experts y = down(silu(gate(x)) * up(x)) on tokens sorted by expert.
+    """Gated experts y = down(act(gate(x)) * up(x)) on tokens sorted by expert; `model.activation` says which gate.
 
     Weights: `gate_up_proj` [local experts, 2, f, h], the gate first, `down_proj` [local experts, h, f]. With
     `parallel.expert_tensor` each rank holds its share of the f channels of every local expert, and the dispatcher gives
@@ -43,8 +43,15 @@ class GroupedExperts(MegatronModule):
         # [t, 2f]
         gate, up = self._grouped_mm(tokens, self.gate_up_proj.flatten(1, 2), tokens_per_expert).chunk(2, dim=-1)
         # [t, f]
-        hidden = (F.silu(gate) * up * probs[:, None]).to(tokens.dtype)
+        hidden = (self._gated(gate, up) * probs[:, None]).to(tokens.dtype)
         return self._grouped_mm(hidden, self.down_proj, tokens_per_expert), None
+
+    def _gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        """What Megatron's MLP computes between its two products, from the same settings (model/mcore.py)."""
+        if (limit := self.config.activation_func_clamp_value) is not None:
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        offset = self.config.glu_linear_offset
+        return self.config.activation_func(gate) * (up + offset if offset else up)
 
     def _grouped_mm(self, tokens: Tensor, weights: Tensor, tokens_per_expert: Tensor) -> Tensor:
         if tokens.shape[0] == 0:  # grouped_mm refuses an empty input; the weights still get their zero gradient

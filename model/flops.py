@@ -52,8 +52,9 @@ def step_flops(spec: ModelSpec, lengths: Iterable[int], phase: Phase) -> float:
     """One training step (forward and backward, recompute not counted) over documents of these lengths."""
     lengths = list(lengths)
     flops = 6.0 * active_matmul_parameters(spec) * sum(lengths)
-    num_msa = len(spec.msa_layers)
-    for layers, kind in ((num_msa, phase), (spec.model.num_layers - num_msa, Phase.dense)):
+    num_msa = len([*spec.msa_layers, *filter(spec.is_msa, spec.mtp_layers)])
+    num_dense = spec.model.num_layers + spec.model.mtp_layers - num_msa
+    for layers, kind in ((num_msa, phase), (num_dense, Phase.dense)):
         if layers:
             main, index, kl = attention_forward(spec, lengths, kind)
             flops += layers * (main * (1 + ATTENTION_BACKWARD) + index + kl)

@@ -12,6 +12,7 @@ from .config import ModelSpec
 from .init import initialize, mark_shards
 from .layer_spec import block_spec
 from .mcore import transformer_config
+from .mtp import MTPModel, mtp_spec
 from .router import SigmoidRouter
 
 
@@ -38,7 +39,8 @@ def _chunks(spec: ModelSpec, config: TransformerConfig, seq_length: int) -> list
     for stage in range(spec.parallel.virtual_pipeline):
         vp_stage = stage if spec.parallel.virtual_stages else None
         where = dict(ignore_virtual=False, vp_stage=vp_stage)
-        model = GPTModel(
+        last = parallel_state.is_pipeline_last_stage(**where)
+        model = (MTPModel if spec.mtp_layers else GPTModel)(
             config,
             block_spec(spec, config, vp_stage),
             vocab_size=spec.model.vocab_size,
@@ -47,7 +49,8 @@ def _chunks(spec: ModelSpec, config: TransformerConfig, seq_length: int) -> list
             position_embedding_type="none",
             share_embeddings_and_output_weights=spec.model.tie_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(**where),
-            post_process=parallel_state.is_pipeline_last_stage(**where),
+            post_process=last,
+            mtp_block_spec=mtp_spec(spec) if spec.mtp_layers and last else None,
             vp_stage=vp_stage,
         )
         mark_shards(model)

@@ -22,6 +22,8 @@ class ParameterCounts:
     dense_mlp: int
     norms: int
     """Layer norms and the final one; those of heads belong to their branch."""
+    mtp: int
+    """All of the MTP layers, their index branches included; no part of the backbone, as they only train."""
 
     @property
     def backbone(self) -> int:
@@ -30,7 +32,7 @@ class ParameterCounts:
 
     @property
     def total(self) -> int:
-        return self.backbone + self.index
+        return self.backbone + self.index + self.mtp
 
     @property
     def active_outside_embeddings(self) -> int:
@@ -53,7 +55,25 @@ def count_parameters(spec: ModelSpec) -> ParameterCounts:
         active_experts=moe_layers * (moe.top_k * expert + shared),
         dense_mlp=(model.num_layers - moe_layers) * mlp_parameters(size, moe.dense_hidden_size),
         norms=(2 * model.num_layers + 1) * size,
+        mtp=model.mtp_layers * mtp_parameters(spec) if model.mtp_layers else 0,
     )
+
+
+def mlp_or_moe_parameters(spec: ModelSpec, layer: int, num_experts: int) -> int:
+    """Router, `num_experts` experts and the shared one of one layer, or its plain MLP."""
+    moe, size = spec.moe, spec.model.hidden_size
+    if not spec.is_moe(layer):
+        return mlp_parameters(size, moe.dense_hidden_size)
+    expert, shared = mlp_parameters(size, moe.expert_hidden_size), mlp_parameters(size, moe.shared_hidden_size)
+    return moe.num_experts * size + num_experts * expert + shared
+
+
+def mtp_parameters(spec: ModelSpec) -> int:
+    """One MTP layer: its projection of two inputs, three norms, and a whole layer with its two."""
+    size, layer = spec.model.hidden_size, spec.mtp_layers[0]
+    index = index_parameters(spec) if spec.is_msa(layer) else 0
+    rest = mlp_or_moe_parameters(spec, layer, spec.moe.num_experts)
+    return 2 * size * size + 5 * size + attention_parameters(spec) + index + rest
 
 
 def mlp_parameters(hidden_size: int, ffn_size: int) -> int:
@@ -92,29 +112,47 @@ class RankParameters:
 
 
 def rank_parameters(spec: ModelSpec, slots: Sequence[int | str]) -> RankParameters:
-    """What each rank of a pipeline stage holds of its `slots`: 0-based layers, 'embedding', 'head'."""
-    model, moe, parallel = spec.model, spec.moe, spec.parallel
-    size, tensor = model.hidden_size, parallel.tensor
-    dense = experts = 0
-    for slot in slots:
-        if isinstance(slot, str):
-            shared = slot == "head" and model.tie_embeddings and "embedding" in slots
-            dense += 0 if shared else model.vocab_size // tensor * size
-            dense += size if slot == "head" else 0  # the final norm
-            continue
-        dense += attention_parameters(spec, tensor) + 2 * size
-        dense += index_parameters(spec, tensor) if spec.is_msa(slot) else 0
-        if spec.is_moe(slot):
-            dense += moe.num_experts * size + mlp_parameters(size, moe.shared_hidden_size // tensor)
-            expert = mlp_parameters(size, moe.expert_hidden_size // parallel.expert_tensor)
-            experts += moe.num_experts // parallel.expert * expert
-        else:
-            dense += mlp_parameters(size, moe.dense_hidden_size // tensor)
-    return RankParameters(dense=dense, experts=experts)
+    """What each rank of a pipeline stage holds of its `slots`: 0-based layers, 'embedding', 'head' (with MTP)."""
+    model, tensor = spec.model, spec.parallel.tensor
+    size = model.hidden_size
+    table = model.vocab_size // tensor * size
+    layers = [slot for slot in slots if isinstance(slot, int)]
+    dense = 0
+    if "embedding" in slots:
+        dense += table
+    if "head" in slots:
+        dense += size  # the final norm
+        dense += 0 if model.tie_embeddings and "embedding" in slots else table
+        layers += spec.mtp_layers
+        # each MTP layer: its projection of two inputs and three norms
+        dense += len(spec.mtp_layers) * (2 * size * size // tensor + 3 * size)
+        # and a copy of the embedding, where another stage has it
+        has_copy = spec.mtp_layers and "embedding" not in slots and not model.tie_embeddings
+        dense += table if has_copy else 0
+    parts = [_layer_of_rank(spec, layer) for layer in layers]
+    return RankParameters(dense=dense + sum(part.dense for part in parts), experts=sum(part.experts for part in parts))
+
+
+def _layer_of_rank(spec: ModelSpec, layer: int) -> RankParameters:
+    moe, parallel, size = spec.moe, spec.parallel, spec.model.hidden_size
+    tensor = parallel.tensor
+    dense = attention_parameters(spec, tensor) + 2 * size
+    dense += index_parameters(spec, tensor) if spec.is_msa(layer) else 0
+    if not spec.is_moe(layer):
+        return RankParameters(dense + mlp_parameters(size, moe.dense_hidden_size // tensor), 0)
+    dense += moe.num_experts * size + mlp_parameters(size, moe.shared_hidden_size // tensor)
+    expert = mlp_parameters(size, moe.expert_hidden_size // parallel.expert_tensor)
+    return RankParameters(dense, moe.num_experts // parallel.expert * expert)
 
 
 def active_matmul_parameters(spec: ModelSpec) -> int:
-    """Weights that multiply each token: active ones with the head and the index branch, without embedding and norms."""
+    """Weights that multiply each token in training: active ones with the head (once more for each MTP layer) and the
+    index branch, without embedding and norms."""
     counts = count_parameters(spec)
     head = spec.model.vocab_size * spec.model.hidden_size
-    return counts.active_outside_embeddings - counts.norms + head + counts.index
+    mtp = 0
+    for layer in spec.mtp_layers:
+        index = index_parameters(spec) if spec.is_msa(layer) else 0
+        active = attention_parameters(spec) + index + mlp_or_moe_parameters(spec, layer, spec.moe.top_k)
+        mtp += 2 * spec.model.hidden_size**2 + active + head
+    return counts.active_outside_embeddings - counts.norms + head + counts.index + mtp

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..model.config import AttentionBackend, AttentionKind, LayerBackend
+from ..model.config import AttentionBackend, AttentionKind, IndexerInit, LayerBackend
 
 if TYPE_CHECKING:
     from .config import TrainConfig
@@ -22,6 +22,7 @@ MINIMUMS = {
     "model.rotary_dim": 0,
     "model.rope_theta": 1,
     "model.vocab_size": 1,
+    "model.mtp_layers": 0,
     "model.init_std": 0,
     "attention.block_size": 1,
     "attention.top_k": 1,
@@ -32,6 +33,10 @@ MINIMUMS = {
     "moe.expert_hidden_size": 1,
     "moe.shared_hidden_size": 0,
     "moe.bias_update_rate": 0,
+    "moe.num_groups": 1,
+    "moe.top_groups": 1,
+    "moe.aux_loss_coef": 0,
+    "moe.z_loss_coef": 0,
     "moe.dense_hidden_size": 0,
     "parallel.tensor": 1,
     "parallel.pipeline": 1,
@@ -45,6 +50,7 @@ MINIMUMS = {
     "training.total_tokens": 1,
     "training.warmup_tokens": 0,
     "training.kl_coef": 0,
+    "training.mtp_coef": 0,
     "training.seed": 0,
     "training.num_threads": 1,
     "training.eval_every": 0,
@@ -60,6 +66,7 @@ MINIMUMS = {
     "tracking.log_every": 1,
     "tracking.recall_every": 0,
     "tracking.recall_rows": 1,
+    "tracking.moe_layers": 0,
 }
 POSITIVE = (
     "model.norm_eps",
@@ -167,10 +174,39 @@ def _moe(config: TrainConfig) -> Iterator[str]:
     yield from _layer_list("moe.dense_mlp_layers", moe.dense_mlp_layers, config.model.num_layers)
     if moe.top_k > moe.num_experts:
         yield f"moe.top_k ({moe.top_k}) must be at most moe.num_experts ({moe.num_experts})."
+    yield from _expert_groups(config)
+    if moe.force_balance and moe.has_losses:
+        yield (
+            f"moe.aux_loss_coef ({moe.aux_loss_coef}) and moe.z_loss_coef ({moe.z_loss_coef}) have no meaning with "
+            "moe.force_balance=true, where the router chooses nothing. Set them to 0."
+        )
     if bool(moe.dense_mlp_layers) != bool(moe.dense_hidden_size):
         yield (
             f"moe.dense_hidden_size ({moe.dense_hidden_size}) and moe.dense_mlp_layers ({moe.dense_mlp_layers}) go "
             "together. Set both, or 0 and []."
+        )
+
+
+def _expert_groups(config: TrainConfig) -> Iterator[str]:
+    moe = config.moe
+    if moe.num_experts % moe.num_groups:
+        yield (
+            f"moe.num_groups ({moe.num_groups}) must divide moe.num_experts ({moe.num_experts}). "
+            f"Use {_choices(_divisors(moe.num_experts))}."
+        )
+        return
+    if moe.top_groups > moe.num_groups:
+        yield f"moe.top_groups ({moe.top_groups}) must be at most moe.num_groups ({moe.num_groups})."
+    if moe.top_k % moe.top_groups:
+        yield (
+            f"moe.top_groups ({moe.top_groups}) must divide moe.top_k ({moe.top_k}): a group is worth its top_k / "
+            f"top_groups best experts. Use {_choices(_divisors(moe.top_k))}."
+        )
+    open_experts = moe.top_groups * moe.num_experts // moe.num_groups
+    if open_experts < moe.top_k <= moe.num_experts:
+        yield (
+            f"moe.top_groups ({moe.top_groups}) leaves {open_experts} experts open to a token, fewer than moe.top_k "
+            f"({moe.top_k}). Raise moe.top_groups."
         )
 
 
@@ -246,6 +282,11 @@ def _tensor(config: TrainConfig) -> Iterator[str]:
 def _context(config: TrainConfig) -> Iterator[str]:
     """What splits the tokens of a micro-batch: two chunks for each context rank, then equal parts with `sequence`."""
     parallel, training = config.parallel, config.training
+    if parallel.context > 1 and config.model.mtp_layers:
+        yield (
+            f"parallel.context ({parallel.context}) with model.mtp_layers ({config.model.mtp_layers}) is not available "
+            "in this version: MTP would look ahead across the ranks' borders. Set one of them to 1 or 0."
+        )
     parts = 2 * parallel.context if parallel.context > 1 else 1
     name = "2 x parallel.context" if parallel.context > 1 else "parallel.tensor"
     if parallel.sequence:
@@ -283,6 +324,31 @@ def _training(config: TrainConfig) -> Iterator[str]:
         yield f"training.eval_every ({training.eval_every}) needs data.valid."
     if training.resume not in ("auto", "none") and not Path(training.resume).is_dir():
         yield f"training.resume ({training.resume}) is neither auto, none, nor a checkpoint folder."
+    yield from _init_from(config)
+
+
+def _init_from(config: TrainConfig) -> Iterator[str]:
+    training, attention = config.training, config.attention
+    # a run that continues does not read it again, so it may be gone
+    begun = config.dry_run or (Path(config.run.dir) / config.run.name / "checkpoints").is_dir()
+    if training.init_from and not begun and not Path(training.init_from).is_dir():
+        yield f"training.init_from ({training.init_from}) is not a folder. Name a checkpoint or a folder of them."
+    if training.init_from and training.resume not in ("auto", "none"):
+        yield (
+            f"training.init_from ({training.init_from}) has no effect beside training.resume ({training.resume}), "
+            "which brings all weights. Leave one out."
+        )
+    if attention.indexer_init is IndexerInit.random:
+        return
+    if attention.kind is AttentionKind.dense:
+        yield "attention.indexer_init=from_attention has no effect with attention.kind=dense, which has no indexer."
+    if not training.init_from:
+        yield "attention.indexer_init=from_attention needs trained attention. Set training.init_from, or use random."
+    if attention.index_dim != config.model.head_dim:
+        yield (
+            f"attention.indexer_init=from_attention needs attention.index_dim ({attention.index_dim}) equal to "
+            f"model.head_dim ({config.model.head_dim}). Change one, or use random."
+        )
 
 
 def _ramp(config: TrainConfig) -> Iterator[str]:

@@ -29,6 +29,7 @@ def report(config: TrainConfig, world_size: int) -> str:
             "  active outside the embeddings",
             f"{counts.active_outside_embeddings:,} ({_billions(counts.active_outside_embeddings)})",
         ),
+        *([("  MTP layers", f"{counts.mtp:,}")] if counts.mtp else []),
         ("  embedding + head", f"{counts.embedding + counts.head:,}"),
         ("  experts", f"{counts.experts:,}"),
         ("tokens per step", f"{config.tokens_per_step:,}"),

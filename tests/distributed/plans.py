@@ -52,6 +52,13 @@ ALONE = {
     "full_recompute": ["training.recompute=full"],
 }
 RESUMED = {"dp2": [], "pp2": LAYOUTS["pp2"], "ep2": LAYOUTS["ep2_alltoall"], "tp2": LAYOUTS["tp2_etp2_allgather"]}
+# compared with one process that has them too
+MTP = ["model.mtp_layers=2"]
+MTP_LAYOUTS = {
+    "mtp_pp2": [*MTP, *LAYOUTS["pp2"]],
+    "mtp_ep2": [*MTP, *LAYOUTS["ep2_alltoall"]],
+    "mtp_tp2": [*MTP, *TP2],
+}
 # name -> (warm-up steps, step of the checkpoint): inside the warm-up, exactly at the switch, before the first step
 CUTS = {"inside_warmup": (7, 5), "at_the_switch": (5, 5), "at_step_0": (5, 0)}
 # the batch grows 2, 3, 4 within the first 8 samples, so the token budget of the warm-up falls inside a step

@@ -6,7 +6,7 @@ Seven jobs walk through all runs (walker.py); the tests below read what the rank
 import pytest
 import torch
 from megatron.core import dist_checkpointing
-from plans import ALONE, CUTS, FOUR_PROCESSES, LAYOUTS, RESUMED, SHARED_SAMPLES, VARIANT_LAYOUTS
+from plans import ALONE, CUTS, FOUR_PROCESSES, LAYOUTS, MTP_LAYOUTS, RESUMED, SHARED_SAMPLES, VARIANT_LAYOUTS
 
 from msa_pretrain.model.parallel import distributed
 
@@ -135,6 +135,28 @@ def test_a_nan_on_one_rank_makes_every_rank_skip_the_step(walked, rank):
         bias = [row["moe/bias_range"] for row in seen["series"]]
         assert bias[2] == bias[1]
         assert seen["series"][-1]["train/lm_loss"] < 10
+
+
+@pytest.mark.parametrize("name", MTP_LAYOUTS)
+def test_token_prediction_further_ahead_is_the_same_in_every_layout(walked, name):
+    """With two stages the last one has a copy of the embedding; its checkpoint goes on in one process."""
+    alone = walked.seen("mtp_one")["series"]
+    whole, rest = walked.seen(name)["series"], walked.seen(f"{name}_to_one")["series"]
+    assert [row["step"] for row in rest] == list(range(6, 11))
+    for row, wanted in zip([*whole, *rest], [*alone, *alone[5:]], strict=True):
+        for key in ("train/lm_loss", "train/mtp_loss", "train/loss", "optim/grad_norm", "optim/indexer_grad_norm"):
+            assert row[key] == pytest.approx(wanted[key], rel=1e-5), (row["step"], key)
+
+
+def test_a_rank_whose_experts_get_no_token_trains_on(walked):
+    """Case 2.11, T2.5 and T2.10: no hang, all tokens counted, and the numbers of one process."""
+    ours, alone = walked.seen("idle"), walked.seen("idle_one")
+    assert len(ours["series"]) == 10
+    for row, wanted in zip(ours["series"], alone["series"], strict=True):
+        assert row["moe/dead_experts"] == 3 * 2  # layers x experts
+        assert row["moe/bias_range"] == pytest.approx(9.0, abs=0.03)
+        for key in ("train/lm_loss", "optim/grad_norm", "moe/max_over_mean_load", "moe/aux_loss"):
+            assert row[key] == pytest.approx(wanted[key], rel=1e-5), key
 
 
 def test_console_shows_the_real_loss_once_when_the_last_stage_has_it(walked):

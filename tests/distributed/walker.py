@@ -32,6 +32,8 @@ TINY = [
     "moe.top_k=2",
     "moe.expert_hidden_size=16",
     "moe.dense_hidden_size=32",
+    "moe.aux_loss_coef=0.01",
+    "moe.z_loss_coef=0.001",
     "training.seq_length=20",
     "training.micro_batch_size=1",
     "training.global_batch_size=4",
@@ -67,6 +69,8 @@ class Run:
     """Step at which the last rank's first micro-batch gets a NaN loss. 0: none."""
     padded: bool = False
     """Turn the last document part of each micro-batch into padding."""
+    favour_first_half: bool = False
+    """Set every router's bias so that only the first half of the experts gets tokens."""
     batched_p2p: bool = False
     """Take away the remedy of Megatron's pipeline messages with two stages."""
 
@@ -159,6 +163,9 @@ def execute(config, run: Run, directory: Path) -> dict:
     walked = Walked(config, folder)
     if run.batched_p2p:
         gpt.transformer_config = translate
+    if run.favour_first_half:
+        for _, router in gpt.routers(walked.chunks):
+            router.expert_bias[: len(router.expert_bias) // 2] = 9.0
     with decisions.recorded(walked.chunks):
         if walked.state.step in run.save_at:
             walked.save()
@@ -178,13 +185,18 @@ def execute(config, run: Run, directory: Path) -> dict:
 
 SERIES = (
     "train/lm_loss",
+    "train/mtp_loss",
+    "train/loss",
     "indexer/kl",
     "optim/grad_norm",
     "optim/indexer_grad_norm",
     "optim/lr",
     "optim/indexer_lr",
     "moe/max_over_mean_load",
+    "moe/dead_experts",
     "moe/bias_range",
+    "moe/aux_loss",
+    "moe/z_loss",
     "indexer/score_recall",
     "train/phase",
 )

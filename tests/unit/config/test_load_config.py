@@ -105,6 +105,24 @@ BAD = {
     "every layer full": (["attention.full_layers=[0,1,2,3]"], "attention.full_layers names every layer."),
     "dense with a warm-up": (["attention=dense"], "training.warmup_tokens (307200) has no effect with attention.kind"),
     "more experts than there are": (["moe.top_k=9"], "moe.top_k (9) must be at most moe.num_experts (8)."),
+    "groups that do not divide": (
+        ["moe.num_groups=3"],
+        "moe.num_groups (3) must divide moe.num_experts (8). Use 1, 2, 4 or 8.",
+    ),
+    "more groups than there are": (["moe.top_groups=2"], "moe.top_groups (2) must be at most moe.num_groups (1)."),
+    "groups against k": (
+        ["moe.num_groups=4", "moe.top_groups=4"],
+        "moe.top_groups (4) must divide moe.top_k (2): a group is worth its top_k / top_groups best experts. Use",
+    ),
+    "groups too small": (
+        ["moe.num_groups=8", "moe.top_groups=1"],
+        "moe.top_groups (1) leaves 1 experts open to a token, fewer than moe.top_k (2). Raise moe.top_groups.",
+    ),
+    "losses of a forced balance": (
+        ["moe.force_balance=true", "moe.aux_loss_coef=0.1"],
+        "moe.aux_loss_coef (0.1) and moe.z_loss_coef (0.0) have no meaning with moe.force_balance=true",
+    ),
+    "negative loss": (["moe.z_loss_coef=-1"], "moe.z_loss_coef (-1.0) must be at least 0."),
     "dense MLP without size": (["moe.dense_hidden_size=0"], "moe.dense_hidden_size (0) and moe.dense_mlp_layers ([0])"),
     "batch size": (
         ["training.global_batch_size=6", "training.total_tokens=3_072_000"],
@@ -135,6 +153,22 @@ BAD = {
     "resume": (
         ["training.resume=nowhere"],
         "training.resume (nowhere) is neither auto, none, nor a checkpoint folder.",
+    ),
+    "two sources of weights": (
+        ["training.init_from=tests", "training.resume=tests"],
+        "training.init_from (tests) has no effect beside training.resume (tests), which brings all weights.",
+    ),
+    "index from no attention": (
+        ["attention.indexer_init=from_attention"],
+        "attention.indexer_init=from_attention needs trained attention. Set training.init_from, or use random.",
+    ),
+    "index of another width": (
+        ["attention.indexer_init=from_attention", "attention.index_dim=16", "training.init_from=tests"],
+        "attention.indexer_init=from_attention needs attention.index_dim (16) equal to model.head_dim (32).",
+    ),
+    "index of a dense model": (
+        ["attention.kind=dense", "attention.indexer_init=from_attention", "training.init_from=tests"],
+        "attention.indexer_init=from_attention has no effect with attention.kind=dense, which has no indexer.",
     ),
     "triton sizes": (
         ["attention.backend=triton", "attention.block_size=24"],
@@ -169,6 +203,14 @@ def test_missing_data_names_the_file_and_the_command(config_of, tmp_path, monkey
     )
     with pytest.raises(ConfigError, match=r"data.train is empty. Name at least one prepared dataset"):
         config_of("data=indexed", dry_run=False)
+
+
+def test_weights_from_nowhere_are_refused_unless_nothing_is_loaded(config_of):
+    assert config_of("training.init_from=nowhere").training.init_from == "nowhere"
+    with pytest.raises(
+        ConfigError, match=r"training.init_from \(nowhere\) is not a folder\. Name a checkpoint or a folder"
+    ):
+        config_of("training.init_from=nowhere", dry_run=False)
 
 
 def test_all_problems_come_at_once(config_of):
