@@ -1,0 +1,76 @@
+"""Parameters of one rank by part, and the bytes of weights, gradients and optimizer states (`training/optim.py`).
+
+Tensor parallelism splits the KV groups (with their query and index heads), the MLPs' channels and the vocabulary;
+the index key, head norms of one weight, layer norms and the router are whole on every rank. Experts are split over
+`expert` (whole) and `expert_tensor` (their channels). What a rank's optimizer holds is its share of the copies.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...model.config import ModelSpec, Precision, QKNorm
+from ...model.parameters import mlp_parameters
+from .stages import Layout, Slot
+
+
+def rank_parameters(spec: ModelSpec, layout: Layout, slots: Sequence[Slot]) -> Counter[str]:
+    """Part -> parameters of one rank of the stage that holds `slots`."""
+    total: Counter[str] = Counter()
+    for slot in slots:
+        total += _slot(spec, layout, slot, tied_here="embedding" in slots and spec.model.tie_embeddings)
+    return total
+
+
+def _slot(spec: ModelSpec, layout: Layout, slot: Slot, *, tied_here: bool) -> Counter[str]:
+    model, attention, moe, tensor = spec.model, spec.attention, spec.moe, spec.parallel.tensor
+    size, vocabulary = model.hidden_size, model.vocab_size * model.hidden_size // tensor
+    if slot == "embedding":
+        return Counter(embedding=vocabulary)
+    if slot == "head":  # tied, but on another stage than the embedding: a copy of it
+        return Counter(head=0 if tied_here else vocabulary, norms=size)
+    assert isinstance(slot, int)
+    heads, kv_heads = (number * model.head_dim // tensor for number in (model.num_query_heads, model.num_kv_heads))
+    head_norms = {QKNorm.none: 0, QKNorm.per_head: 2 * model.head_dim, QKNorm.full_vector: heads + kv_heads}
+    parts = Counter(attention=size * 2 * (heads + kv_heads) + head_norms[model.qk_norm], norms=2 * size)
+    if spec.is_msa(slot):
+        index_norms = 2 * attention.index_dim if attention.index_norm else 0
+        index_heads = model.num_kv_heads // tensor + 1
+        parts["index"] = size * index_heads * attention.index_dim + index_norms
+    if spec.is_moe(slot):
+        parts["router"] = moe.num_experts * size
+        expert = mlp_parameters(size, moe.expert_hidden_size) // layout.expert_tensor
+        parts["experts"] = moe.num_experts // spec.parallel.expert * expert
+        parts["shared experts"] = mlp_parameters(size, moe.shared_hidden_size) // tensor
+    else:
+        parts["dense MLP"] = mlp_parameters(size, moe.dense_hidden_size) // tensor
+    return +parts
+
+
+@dataclass(frozen=True)
+class States:
+    """Bytes that one rank holds all the time, by part of the model."""
+
+    weights: dict[str, float]
+    gradients: dict[str, float]
+    optimizer: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(sum(part.values()) for part in (self.weights, self.gradients, self.optimizer))
+
+
+def states_of(spec: ModelSpec, layout: Layout, slots: Sequence[Slot]) -> States:
+    """Weights in the training precision (the router in fp32), gradients in fp32 buffers, and the distributed optimizer:
+    Adam's two fp32 moments, and fp32 main weights beside bf16 ones, sharded over the ranks with the same parameters.
+
+    Megatron pads its buffers to multiples of the shards, which is not counted (under 0.1% at size).
+    """
+    parameters = rank_parameters(spec, layout, slots)
+    bf16 = {part: spec.precision is Precision.bf16 and part != "router" for part in parameters}
+    copies = {part: layout.expert_copies if part == "experts" else layout.dense_copies for part in parameters}
+    return States(
+        weights={part: count * (2.0 if bf16[part] else 4.0) for part, count in parameters.items()},
+        gradients={part: count * 4.0 for part, count in parameters.items()},
+        optimizer={part: count * (12 if bf16[part] else 8) / copies[part] for part, count in parameters.items()},
+    )
