@@ -64,19 +64,31 @@ def attention_parameters(spec: ModelSpec) -> int:
     """QKV and output projections and the QK norms of one layer."""
     model = spec.model
     heads, kv_heads = model.num_query_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    norms = {QKNorm.none: 0, QKNorm.per_head: 2 * model.head_dim, QKNorm.full_vector: heads + kv_heads}
-    return model.hidden_size * (2 * heads + 2 * kv_heads) + norms[model.qk_norm]
+    return model.hidden_size * (2 * heads + 2 * kv_heads) + head_norm_parameters(spec)
+
+
+def head_norm_parameters(spec: ModelSpec) -> int:
+    """QK norms of one layer."""
+    model = spec.model
+    heads = model.num_query_heads + model.num_kv_heads
+    return model.head_dim * {QKNorm.none: 0, QKNorm.per_head: 2, QKNorm.full_vector: heads}[model.qk_norm]
 
 
 def index_parameters(spec: ModelSpec) -> int:
     """One index query head per KV group, one index key head, two norms."""
-    model, attention = spec.model, spec.attention
-    norms = 2 * attention.index_dim if attention.index_norm else 0
-    return model.hidden_size * (model.num_kv_heads + 1) * attention.index_dim + norms
+    norms = 2 * spec.attention.index_dim if spec.attention.index_norm else 0
+    return index_matmul_parameters(spec) + norms
+
+
+def index_matmul_parameters(spec: ModelSpec) -> int:
+    """Index projections of one layer."""
+    return spec.model.hidden_size * (spec.model.num_kv_heads + 1) * spec.attention.index_dim
 
 
 def active_matmul_parameters(spec: ModelSpec) -> int:
     """Weights that multiply each token: active ones with the head and the index branch, without embedding and norms."""
     counts = count_parameters(spec)
+    norms = counts.norms + spec.model.num_layers * head_norm_parameters(spec)
     head = spec.model.vocab_size * spec.model.hidden_size
-    return counts.active_outside_embeddings - counts.norms + head + counts.index
+    index = len(spec.msa_layers) * index_matmul_parameters(spec)
+    return counts.active_outside_embeddings - norms + head + index
