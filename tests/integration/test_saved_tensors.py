@@ -14,7 +14,7 @@ from msa_pretrain.kernels.indexer_loss import dense_kernel, dense_launch, sparse
 from msa_pretrain.model import attention
 from msa_pretrain.model.config import Phase, Recompute
 from msa_pretrain.training.planner.activations import Activations
-from msa_pretrain.training.planner.stages import Layout
+from msa_pretrain.training.planner.stages import Layout, held_by_chunk
 
 TRITON_SIZES = ["attention.backend=triton", "model.head_dim=16", "attention.block_size=16", "attention.index_dim=32"]
 DOCUMENTS = (20, 1, 27)
@@ -106,11 +106,11 @@ def saved_by(rig, tiny_config, batch_of, monkeypatch):
 def planned(spec, phase):
     """Bytes of the same micro-batch by arithmetic, norms as the CPU does them."""
     activations = Activations(spec, Layout(spec.parallel, 1), sum(DOCUMENTS), phase, fused_norms=False)
-    slots = ["embedding", *range(spec.model.num_layers), "head"]
+    held = held_by_chunk(spec)[0][0]
     batch = activations.micro_batch()
     # operations keep tokens and loss mask, and the tables unless all of them are run again
     kept = 12 * sum(DOCUMENTS) + batch["rotary tables"] * (spec.recompute is not Recompute.full)
-    return activations.stage(slots) - sum(batch.values()) + kept
+    return activations.chunk(held) - sum(batch.values()) + kept
 
 
 MSA = {

@@ -4,11 +4,10 @@ tests/integration/test_saved_tensors.py compares these numbers with the storages
 byte. Names are of tensors; a storage that two operations save is listed once, where it is made.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...model.config import ModelSpec, Phase, Precision, QKNorm, Recompute
-from .stages import Layout, Slot
+from .stages import Held, Layout, Slot
 
 Saved = dict[str, int]
 """Name -> bytes."""
@@ -52,10 +51,10 @@ class Activations:
         model, tensor = self.spec.model, self.spec.parallel.tensor
         return model.num_query_heads // tensor, model.num_kv_heads // tensor
 
-    def stage(self, slots: Sequence[Slot]) -> int:
-        """Everything kept of one micro-batch by a chunk that holds `slots`, under the config's recompute."""
-        saved = sum(sum(self.kept(slot).values()) for slot in slots)
-        if self.spec.parallel.pipeline > 1 and "head" not in slots:
+    def chunk(self, held: Held) -> int:
+        """Everything kept of one micro-batch by a chunk of the model, under the config's recompute."""
+        saved = sum(count * sum(self.kept(slot).values()) for slot, count in held.items())
+        if self.spec.parallel.pipeline > 1 and "head" not in held:
             saved += self.hidden_states  # Megatron keeps a stage's output until its backward pass
         return saved + sum(self.micro_batch().values())
 

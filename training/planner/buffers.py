@@ -5,13 +5,11 @@ compares them with the peaks in docs/results. For what PyTorch holds inside a ba
 largest moment is taken, which is an estimate.
 """
 
-from collections.abc import Sequence
-
 from ...kernels.tuning import TABLE, lookup_order
 from ...model.config import Phase
 from ...model.parameters import mlp_parameters
 from .activations import Activations
-from .stages import Slot
+from .stages import Held
 
 # Of kernels/block_sparse_attention/launch.py and kernels/block_selection/launch.py, which need Triton to be imported;
 # a test compares them.
@@ -128,10 +126,10 @@ def head(a: Activations) -> float:
     return logits + a.itemsize * vocabulary * model.hidden_size + 2 * a.hidden_states
 
 
-def largest(a: Activations, slots: Sequence[Slot]) -> dict[str, float]:
-    """Operation -> bytes, the largest of each kind among `slots`; under recompute with the layer's tensors again."""
+def largest(a: Activations, held: Held) -> dict[str, float]:
+    """Operation -> bytes, the largest of each kind among the slots of a rank; under recompute with the layer's tensors again."""
     spec, found = a.spec, {"head": 0.0, "attention": 0.0, "MLP": 0.0}
-    for slot in slots:
+    for slot in held:
         if slot == "head":
             found["head"] = head(a)
         if not isinstance(slot, int):

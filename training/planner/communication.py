@@ -14,13 +14,12 @@ the stage, f(x) = (x - 1) / x. Recompute runs the forward messages of what it re
 | data, once a step | gradients scattered in fp32, weights gathered: f(D) (4 + w) parameters, D the ranks with a copy |
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...model.config import ModelSpec, Recompute
 from .activations import Activations
 from .hardware import GPUS_PER_NODE
-from .stages import Layout, Slot
+from .stages import Held, Layout
 from .states import rank_parameters
 
 
@@ -39,10 +38,9 @@ class Message:
         return self.ranks * self.stride > GPUS_PER_NODE
 
 
-def micro_batch_messages(a: Activations, slots: Sequence[Slot], num_chunks: int = 1) -> list[Message]:
+def micro_batch_messages(a: Activations, held: Held, num_chunks: int = 1) -> list[Message]:
     """Of one micro-batch through all of a stage's layers, forward and backward."""
     spec, parallel, layout = a.spec, a.spec.parallel, a.layout
-    layers = [slot for slot in slots if isinstance(slot, int)]
     recompute = spec.recompute
     again_mlp = 1.5 if recompute is not Recompute.none else 1.0
     again_attention = 1.5 if recompute is Recompute.full else 1.0
@@ -51,15 +49,17 @@ def micro_batch_messages(a: Activations, slots: Sequence[Slot], num_chunks: int 
     # forward + backward of an attention or MLP block
     passes = (4 * part + (part if parallel.sequence else 0)) * width * a.tokens
     tensor = expert = context = 0.0
-    for layer in layers:
-        tensor += passes * again_attention
+    for layer, count in held.items():
+        if not isinstance(layer, int):
+            continue
+        tensor += count * passes * again_attention
         if not spec.is_moe(layer) or spec.moe.shared_hidden_size:
-            tensor += passes * again_mlp
+            tensor += count * passes * again_mlp
         if spec.is_moe(layer):
-            expert += again_mlp * _expert(a)
+            expert += count * again_mlp * _expert(a)
         index = spec.attention.index_dim if spec.is_msa(layer) else 0
         keys = 2 * a.heads[1] * spec.model.head_dim + index
-        context += 2 * again_attention * (parallel.context - 1) * a.itemsize * a.tokens * keys
+        context += count * 2 * again_attention * (parallel.context - 1) * a.itemsize * a.tokens * keys
     pipeline = 2.0 * a.hidden_states * num_chunks if parallel.pipeline > 1 else 0.0
     messages = [
         Message("tensor", tensor, parallel.tensor, 1),
@@ -78,9 +78,9 @@ def _expert(a: Activations) -> float:
     return 4.0 * (1 - 1 / parallel.expert) * a.itemsize * a.rows * a.spec.moe.top_k * hidden
 
 
-def step_messages(spec: ModelSpec, layout: Layout, slots: Sequence[Slot], itemsize: int) -> list[Message]:
+def step_messages(spec: ModelSpec, layout: Layout, held: Held, itemsize: int) -> list[Message]:
     """Once a step: gradients scattered over the copies in fp32, updated weights gathered."""
-    parameters = rank_parameters(spec, layout, slots)
+    parameters = rank_parameters(spec, layout, held)
     experts, parallel = parameters.pop("experts", 0), spec.parallel
 
     def size(count: int, copies: int) -> float:

@@ -4,6 +4,7 @@ torch 2.11.0+cu130, Triton 3.6.0, cuDNN 9.19; bf16, head and index dim 128, bloc
 """
 
 import math
+from functools import cache
 
 from ...model.flops import kept_pairs, visible_pairs
 from .ranges import Range
@@ -69,7 +70,8 @@ SPREAD = Range(0.9, 1.1)
 LAYER_LAUNCH_MS = {"dense": Range(6.0, 13.0), "warmup": Range(7.5, 15.3), "sparse": Range(10.0, 19.7)}
 
 
-def kernel_ms(op: str, heads: int, groups: int, dim: int, lengths: list[int], *, block_size: int, top_k: int) -> Range:
+@cache
+def kernel_ms(op: str, heads: int, groups: int, dim: int, lengths: tuple[int, ...], *, block_size: int, top_k: int) -> Range:
     """Time of `op` on documents of these lengths, by the rates of the measured shapes (the slower and the faster).
 
     Work is (query, key) pairs x heads x dim, pairs being those that the operation visits; the rate is that of the

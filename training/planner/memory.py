@@ -6,7 +6,7 @@ from ...model.config import ModelSpec, Phase, Precision
 from . import buffers
 from .activations import Activations
 from .schedule import in_flight
-from .stages import Layout, chunk_slots
+from .stages import Held, Layout, held_by_chunk, together
 from .states import States, states_of
 
 GIB = 2**30
@@ -68,7 +68,11 @@ class Load:
 
 def stage_peaks(spec: ModelSpec, layout: Layout, load: Load, phase: Phase) -> list[Peak]:
     """The peak of every pipeline stage in one phase."""
-    return [_peak(spec, layout, load, phase, stage) for stage in range(spec.parallel.pipeline)]
+    even, busy = (
+        Activations(spec, layout, load.tokens(spec), phase, deterministic=load.deterministic, expert_load=expert_load)
+        for expert_load in EXPERT_LOAD
+    )
+    return [_peak(even, busy, load, stage, chunks) for stage, chunks in enumerate(held_by_chunk(spec))]
 
 
 def fullest(spec: ModelSpec, layout: Layout, load: Load, phases: list[Phase]) -> Peak:
@@ -76,39 +80,38 @@ def fullest(spec: ModelSpec, layout: Layout, load: Load, phases: list[Phase]) ->
     return max((peak for phase in phases for peak in stage_peaks(spec, layout, load, phase)), key=lambda p: p.high)
 
 
-def _peak(spec: ModelSpec, layout: Layout, load: Load, phase: Phase, stage: int) -> Peak:
-    chunks = chunk_slots(spec)[stage]
-    slots = [slot for chunk in chunks for slot in chunk]
-    states = states_of(spec, layout, slots)
-    flights = in_flight(spec.parallel.pipeline, spec.parallel.virtual_pipeline, stage, load.num_micro_batches)
-
-    def at(expert_load: float) -> tuple[float, tuple[int, ...], float, str]:
-        """(activations, micro-batches in flight, buffers, operation) with experts this busy."""
-        a = Activations(
-            spec, layout, load.tokens(spec), phase, deterministic=load.deterministic, expert_load=expert_load
-        )
-        sizes = [a.stage(chunk) for chunk in chunks]
-        kept, flight = max((sum(n * size for n, size in zip(f, sizes, strict=True)), f) for f in flights)
-        kept += load.num_micro_batches * a.segment_tables()
-        operations = buffers.largest(a, slots)
-        if operations["head"]:  # a layer's backward comes after the head's, whose softmax is gone then
-            gone = sum(a.head().values())
-            operations = {name: size - (0 if name == "head" else gone) for name, size in operations.items()}
-        during, size = max(operations.items(), key=lambda item: item[1])
-        step = optimizer_buffers(spec, layout, states)
-        if step > kept + size:  # no activation is left then
-            return 0.0, flight, step, "optimizer"
-        return kept, flight, size, during
-
-    kept, flight, buffer, during = at(1.0)
-    low, high = (
-        states.total + WORKSPACE_BYTES + kept_at + buffer_at * error
-        for (kept_at, _, buffer_at, _), error in zip(map(at, EXPERT_LOAD), BUFFER_ERROR, strict=True)
-    )
-    return Peak(stage, phase, states, kept, flight, buffer, during, low, high)
+def _peak(even: Activations, busy: Activations, load: Load, stage: int, chunks: list[Held]) -> Peak:
+    """Peak of one stage; `busy` has the experts at their busiest, for the high estimate."""
+    states = states_of(even.spec, even.layout, together(chunks))
+    kept, flight, buffer, during = _moment(even, load, stage, chunks, states)
+    busy_kept, _, busy_buffer, _ = _moment(busy, load, stage, chunks, states)
+    fixed = states.total + WORKSPACE_BYTES
+    low = fixed + kept + BUFFER_ERROR[0] * buffer
+    high = fixed + busy_kept + BUFFER_ERROR[1] * busy_buffer
+    return Peak(stage, even.phase, states, kept, flight, buffer, during, low, high)
 
 
-def optimizer_buffers(spec: ModelSpec, layout: Layout, states: States) -> float:
+def _moment(
+    a: Activations, load: Load, stage: int, chunks: list[Held], states: States
+) -> tuple[float, tuple[int, ...], float, str]:
+    """The fullest moment: activations, micro-batches in flight, buffers, operation."""
+    parallel = a.spec.parallel
+    sizes = [a.chunk(chunk) for chunk in chunks]
+    flights = in_flight(parallel.pipeline, parallel.virtual_pipeline, stage, load.num_micro_batches)
+    kept, flight = max((sum(n * size for n, size in zip(f, sizes, strict=True)), f) for f in flights)
+    kept += load.num_micro_batches * a.segment_tables()
+    operations = buffers.largest(a, together(chunks))
+    if operations["head"]:  # a layer's backward comes after the head's, whose softmax is gone then
+        gone = sum(a.head().values())
+        operations = {name: size - (0 if name == "head" else gone) for name, size in operations.items()}
+    during, size = max(operations.items(), key=lambda item: item[1])
+    step = optimizer_buffers(a.spec, states)
+    if step > kept + size:  # no activation is left then
+        return 0.0, flight, step, "optimizer"
+    return kept, flight, size, during
+
+
+def optimizer_buffers(spec: ModelSpec, states: States) -> float:
     """torch's foreach AdamW: the square root of the second moment and the update, fp32, of its largest group."""
     per_parameter = 12 if spec.precision is Precision.bf16 else 8
     dense = sum(size for part, size in states.optimizer.items() if part not in ("experts", "router", "index"))

@@ -1,5 +1,7 @@
 """Who holds what: sizes of the parallel groups of a layout, and the layers of each pipeline stage."""
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ...model.config import ModelSpec, ParallelConfig
@@ -59,6 +61,19 @@ def chunk_slots(spec: ModelSpec) -> list[list[list[Slot]]]:
     return [split[stage :: parallel.pipeline] for stage in range(parallel.pipeline)]
 
 
-def stage_slots(spec: ModelSpec) -> list[list[Slot]]:
-    """What each pipeline stage holds, its virtual stages together."""
-    return [[slot for chunk in stage for slot in chunk] for stage in chunk_slots(spec)]
+Held = Counter[Slot]
+"""Slots of a rank, layers of one kind (index branch or not, experts or not) counted as the first of them."""
+
+
+def held_by_chunk(spec: ModelSpec) -> list[list[Held]]:
+    """`chunk_slots`, counted."""
+    seen: dict[tuple[bool, bool], int] = {}
+    first: dict[Slot, Slot] = {"embedding": "embedding", "head": "head"}
+    for layer in range(spec.model.num_layers):
+        first[layer] = seen.setdefault((spec.is_msa(layer), spec.is_moe(layer)), layer)
+    return [[Counter(first[slot] for slot in chunk) for chunk in stage] for stage in chunk_slots(spec)]
+
+
+def together(chunks: Iterable[Held]) -> Held:
+    """All chunks of a stage."""
+    return sum(chunks, Counter())

@@ -6,19 +6,20 @@ the index key, head norms of one weight, layer norms and the router are whole on
 """
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...model.config import ModelSpec, Precision, QKNorm
 from ...model.parameters import mlp_parameters
-from .stages import Layout, Slot
+from .stages import Held, Layout, Slot
 
 
-def rank_parameters(spec: ModelSpec, layout: Layout, slots: Sequence[Slot]) -> Counter[str]:
-    """Part -> parameters of one rank of the stage that holds `slots`."""
+def rank_parameters(spec: ModelSpec, layout: Layout, held: Held) -> Counter[str]:
+    """Part -> parameters of one rank of the stage that holds these slots."""
     total: Counter[str] = Counter()
-    for slot in slots:
-        total += _slot(spec, layout, slot, tied_here="embedding" in slots and spec.model.tie_embeddings)
+    tied_here = "embedding" in held and spec.model.tie_embeddings
+    for slot, count in held.items():
+        for part, size in _slot(spec, layout, slot, tied_here=tied_here).items():
+            total[part] += count * size
     return total
 
 
@@ -60,13 +61,13 @@ class States:
         return sum(sum(part.values()) for part in (self.weights, self.gradients, self.optimizer))
 
 
-def states_of(spec: ModelSpec, layout: Layout, slots: Sequence[Slot]) -> States:
+def states_of(spec: ModelSpec, layout: Layout, held: Held) -> States:
     """Weights in the training precision (the router in fp32), gradients in fp32 buffers, and the distributed optimizer:
     Adam's two fp32 moments, and fp32 main weights beside bf16 ones, sharded over the ranks with the same parameters.
 
     Megatron pads its buffers to multiples of the shards, which is not counted (under 0.1% at size).
     """
-    parameters = rank_parameters(spec, layout, slots)
+    parameters = rank_parameters(spec, layout, held)
     bf16 = {part: spec.precision is Precision.bf16 and part != "router" for part in parameters}
     copies = {part: layout.expert_copies if part == "experts" else layout.dense_copies for part in parameters}
     return States(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from ...model.config import Recompute
 from ...model.parameters import mlp_parameters
 from .activations import Activations
-from .stages import Slot
+from .stages import Held
 
 
 @dataclass(frozen=True)
@@ -58,19 +58,19 @@ def head_products(a: Activations) -> Products:
     return Products(forward, 2 * forward)
 
 
-def products_done(a: Activations, slots: Sequence[Slot]) -> float:
-    """FLOPs of products with weights of one micro-batch through `slots`, with what recompute repeats."""
+def products_done(a: Activations, held: Held) -> float:
+    """FLOPs of products with weights of one micro-batch through a rank's slots, with what recompute repeats."""
     total = 0.0
-    for slot in slots:
+    for slot, count in held.items():
         if slot == "head":
             total += head_products(a).linear
         if isinstance(slot, int):
             attention, mlp = attention_products(a, slot), mlp_products(a, slot)
-            total += attention.linear + mlp.linear + mlp.experts
+            total += count * (attention.linear + mlp.linear + mlp.experts)
             if a.spec.recompute is not Recompute.none:
-                total += mlp.linear_forward + mlp.experts_forward
+                total += count * (mlp.linear_forward + mlp.experts_forward)
             if a.spec.recompute is Recompute.full:
-                total += attention.linear_forward
+                total += count * attention.linear_forward
     return total
 
 
