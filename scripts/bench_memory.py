@@ -79,7 +79,9 @@ class MeasuredTrainer(Trainer):
         self.peaks.append(torch.cuda.max_memory_allocated() if on_gpu else 0)
 
 
-def config_of(case: str, recompute: str, folder: Path, sizes: list[str], steps: int, overrides: list[str]) -> TrainConfig:
+def config_of(
+    case: str, recompute: str, folder: Path, sizes: list[str], steps: int, overrides: list[str]
+) -> TrainConfig:
     """The run of one case: `steps` steps in one phase."""
     words = [*sizes, *overrides]
     length = int(next(word for word in reversed(words) if word.startswith("training.seq_length=")).split("=")[1])
@@ -157,7 +159,9 @@ def milliseconds(run: Callable[[], Any], repeats: int = 5) -> float:
     return median(times[1:])
 
 
-def bench_experts(config: TrainConfig, tokens: int, hidden: int, ffn: int, experts: int, topk: int, matmul: int) -> dict:
+def bench_experts(
+    config: TrainConfig, tokens: int, hidden: int, ffn: int, experts: int, topk: int, matmul: int
+) -> dict:
     """TFLOP/s of GroupedExperts, forward and forward + backward, beside those of a plain product, bf16."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     base = transformer_config(config.spec)
@@ -196,8 +200,8 @@ def bench_experts(config: TrainConfig, tokens: int, hidden: int, ffn: int, exper
 
 def markdown(header: dict[str, str], rows: list[dict[str, Any]], experts: dict[str, Any]) -> str:
     lines = ["# Predicted and measured", "", *(f"- {name}: {value}" for name, value in header.items()), ""]
-    lines += ["| phase | recompute | tokens | predicted GiB (low, high) | measured GiB | measured / predicted | FLOPs counted / predicted |"]
-    lines += ["|" + "---|" * 7]
+    columns = ("phase", "recompute", "tokens", "predicted GiB (low, high)", "measured GiB", "measured / predicted")
+    lines += ["| " + " | ".join((*columns, "FLOPs counted / predicted")) + " |", "|" + "---|" * 7]
     for row in rows:
         predicted = f"{row['predicted_gib']:.2f} ({row['low_gib']:.2f}, {row['high_gib']:.2f})"
         measured = "not measured" if row["measured_gib"] is None else f"{row['measured_gib']:.2f}"
@@ -206,11 +210,11 @@ def markdown(header: dict[str, str], rows: list[dict[str, Any]], experts: dict[s
         lines.append("| " + " | ".join((*cells, f"{row['counted_over_predicted']:.6f}")) + " |")
     lines += [
         "",
-        "FLOPs: products with weights of one step (mm and grouped_mm). The attention ops are single operations to the "
-        "counter; on a CPU the reference's index scores are mm as well and come on top of the prediction.",
+        "FLOPs: products with weights of one step (mm and grouped_mm). Attention ops are single operations to torch's",
+        "counter and left out; on a CPU the reference's index scores are mm as well and come on top of the prediction.",
         "",
-        f"Experts ({experts['experts']} of {experts['ffn']}, hidden {experts['hidden']}, {experts['tokens']:,} tokens x "
-        f"{experts['topk']}), against a plain product of {experts['matmul_size']}^3 at {experts['matmul_tflops']:.1f} TFLOP/s:",
+        "Experts ({experts} of {ffn}, hidden {hidden}, {tokens:,} tokens x {topk}), against a plain product of "
+        "{matmul_size}^3 at {matmul_tflops:.1f} TFLOP/s:".format(**experts),
         "",
         "| | ms | TFLOP/s | share |",
         "|---|---|---|---|",

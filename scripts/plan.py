@@ -1,6 +1,8 @@
-"""What a run needs and which layouts fit: `python -m msa_pretrain.scripts.plan experiment=msa_pt_230b gpus=512 gpu=h200`.
+"""What a run needs and which layouts fit.
 
-Every layout, micro-batch size and recompute that the run's own checks accept is tried; a key of these that is set on the
+    python -m msa_pretrain.scripts.plan experiment=msa_pt_230b gpus=512 gpu=h200
+
+Every layout, micro-batch size and recompute that the run's own checks accept is tried; what is set of these on the
 command line stays as it is set. Prints tables, writes JSON, exits 1 when nothing fits. No GPU needed.
 """
 

@@ -1,7 +1,7 @@
 """The planner's activations against the storages that a real forward pass leaves to autograd, to the byte.
 
-Attention goes through the ops of `attention.backend=triton`, whose autograd rules decide what is kept; their kernels are
-not launched (Triton's interpreter has no bf16, the library's are the GPU's), so outputs are whatever the memory held.
+Attention goes through the ops of `attention.backend=triton`, whose autograd rules decide what is kept; their kernels
+are not launched (Triton's interpreter has no bf16, the library's are the GPU's): outputs are whatever the memory held.
 """
 
 import pytest
@@ -10,7 +10,8 @@ import torch
 from msa_pretrain.kernels import select_blocks
 from msa_pretrain.kernels.block_sparse_attention import launch as sparse_launch
 from msa_pretrain.kernels.dense_causal_attention import library
-from msa_pretrain.kernels.indexer_loss import dense_kernel, dense_launch, sparse_launch as kl_launch
+from msa_pretrain.kernels.indexer_loss import dense_kernel, dense_launch
+from msa_pretrain.kernels.indexer_loss import sparse_launch as kl_launch
 from msa_pretrain.model import attention
 from msa_pretrain.model.config import Phase, Recompute
 from msa_pretrain.training.planner.activations import Activations

@@ -127,7 +127,7 @@ def head(a: Activations) -> float:
 
 
 def largest(a: Activations, held: Held) -> dict[str, float]:
-    """Operation -> bytes, the largest of each kind among the slots of a rank; under recompute with the layer's tensors again."""
+    """Operation -> bytes, the largest of each kind on a rank; under recompute with the layer's tensors again."""
     spec, found = a.spec, {"head": 0.0, "attention": 0.0, "MLP": 0.0}
     for slot in held:
         if slot == "head":

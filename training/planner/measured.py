@@ -5,6 +5,7 @@ torch 2.11.0+cu130, Triton 3.6.0, cuDNN 9.19; bf16, head and index dim 128, bloc
 
 import math
 from functools import cache
+from itertools import pairwise
 
 from ...model.flops import kept_pairs, visible_pairs
 from .ranges import Range
@@ -71,7 +72,9 @@ LAYER_LAUNCH_MS = {"dense": Range(6.0, 13.0), "warmup": Range(7.5, 15.3), "spars
 
 
 @cache
-def kernel_ms(op: str, heads: int, groups: int, dim: int, lengths: tuple[int, ...], *, block_size: int, top_k: int) -> Range:
+def kernel_ms(
+    op: str, heads: int, groups: int, dim: int, lengths: tuple[int, ...], *, block_size: int, top_k: int
+) -> Range:
     """Time of `op` on documents of these lengths, by the rates of the measured shapes (the slower and the faster).
 
     Work is (query, key) pairs x heads x dim, pairs being those that the operation visits; the rate is that of the
@@ -92,9 +95,11 @@ def _ms_per_work(op: str, shape: Shape, tokens: int) -> float:
     for length, ms in MILLISECONDS[op][shape]:
         sparse = op.startswith(("sparse", "kl"))
         pairs = kept_pairs(length, BLOCK_SIZE, TOP_K) if sparse else visible_pairs(length)
-        points.append((math.log(length), math.log(ms / (pairs * (shape[1] if op == "select" else shape[0]) * HEAD_DIM))))
+        points.append(
+            (math.log(length), math.log(ms / (pairs * (shape[1] if op == "select" else shape[0]) * HEAD_DIM)))
+        )
     at = min(max(math.log(tokens), points[0][0]), points[-1][0])
-    for (left, low), (right, high) in zip(points, points[1:], strict=False):
+    for (left, low), (right, high) in pairwise(points):
         if at <= right:
             return math.exp(low + (high - low) * (at - left) / (right - left))
     return math.exp(points[-1][1])

@@ -10,10 +10,10 @@ from ...model.config import AttentionKind, ModelSpec, Phase
 from ...model.flops import sparse_speedup, step_flops
 from ...model.parameters import count_parameters
 from ..config import TrainConfig
+from .activations import Activations
 from .communication import Message, micro_batch_messages, step_messages
 from .hardware import EXPERT_SHARE, GPUS_PER_NODE, LINEAR_SHARE, LINK_SHARE, Gpu
 from .memory import FRAGMENTATION, GIB, RESERVE_GIB, WORKSPACE_BYTES, Peak
-from .activations import Activations
 from .search import Found, Plan, phase_steps
 from .stages import held_by_chunk, together
 
@@ -25,9 +25,9 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     cells = [list(map(str, row)) for row in (header, *rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     lines = []
-    for row in cells:
-        first, *rest = (f"{cell:<{w}}" if i == 0 else f"{cell:>{w}}" for i, (cell, w) in enumerate(zip(row, widths)))
-        lines.append("  ".join([first, *rest]).rstrip())
+    for first, *rest in cells:
+        numbers = [f"{cell:>{width}}" for cell, width in zip(rest, widths[1:], strict=True)]
+        lines.append("  ".join([f"{first:<{widths[0]}}", *numbers]).rstrip())
     return "\n".join(lines)
 
 
@@ -53,7 +53,7 @@ def text(config: TrainConfig, world_size: int, gpu: Gpu, found: Found, best: int
     if found.fitting:
         parts += [
             f"{len(found.fitting)} layouts fit, {len(found.too_large)} are too large for the memory. The fastest:",
-            table(LAYOUT_HEADER, [layout_row(plan, config) for plan in found.fitting[:best]]),
+            table(LAYOUT_HEADER, [layout_row(plan, config) for plan in shown(found, best)]),
             *_details(found.fitting[0], gpu),
             "the fastest layout's command, on every node:\n" + torchrun(found.fitting[0], overrides),
         ]
@@ -67,9 +67,16 @@ def text(config: TrainConfig, world_size: int, gpu: Gpu, found: Found, best: int
         "FLOPs of training, forward and backward, one document of that length; last column: forward of one layer's "
         "attention (spec section 6).",
         f"Ranges: linear layers at {_share(LINEAR_SHARE)} and experts at {_share(EXPERT_SHARE)} of a large matrix "
-        f"product, messages at {_share(LINK_SHARE)} of the links, none hidden; kernels and launches as in docs/results.",
+        f"product, messages at {_share(LINK_SHARE)} of the links and not hidden; kernels, launches as in docs/results.",
     ]
     return "\n\n".join(parts)
+
+
+def shown(found: Found, best: int) -> list[Plan]:
+    """The fastest that fit, and the config's own layout after them if it is none of them."""
+    fastest = found.fitting[:best]
+    others = [found.own] if found.own and all(plan.config != found.own.config for plan in fastest) else []
+    return fastest + others
 
 
 def _share(share: Any) -> str:
@@ -205,6 +212,7 @@ def as_json(
         "too_large": len(found.too_large),
         "refused": dict(found.refused.most_common()),
         "best": [_plan_json(plan, overrides) for plan in found.fitting[:best]],
+        "own": _plan_json(found.own, overrides) if found.own else None,
         "nearest_miss": _plan_json(found.too_large[0], overrides) if found.too_large else None,
     }
 

@@ -100,6 +100,8 @@ class Found:
     """Legal, but past the GPU's memory; the nearest miss first."""
     refused: Counter[str]
     """Reason of `training/checks.py` -> layouts refused for it."""
+    own: Plan | None
+    """The config's own layout, if the checks accept it for so many GPUs."""
 
 
 def search(config: TrainConfig, world_size: int, gpu: Gpu, pinned: Collection[str] = ()) -> Found:
@@ -113,7 +115,8 @@ def search(config: TrainConfig, world_size: int, gpu: Gpu, pinned: Collection[st
             plans.append(plan(candidate, world_size, gpu))
     fitting = sorted((p for p in plans if p.fits(gpu)), key=lambda p: p.days.middle)
     too_large = sorted((p for p in plans if not p.fits(gpu)), key=lambda p: p.peak.needed)
-    return Found(fitting, too_large, refused)
+    own = None if list(cross_check(config, world_size)) else plan(config, world_size, gpu)
+    return Found(fitting, too_large, refused, own)
 
 
 def candidates(
@@ -137,9 +140,7 @@ def candidates(
     split = [name for name in ("tensor", "sequence", "context", "expert_tensor") if name in names]
     whole = [name for name in names if name not in split]
     recomputes = (config.training.recompute,) if "training.recompute" in pinned else tuple(Recompute)
-    sizes = MICRO_BATCHES
-    if "training.micro_batch_size" in pinned:
-        sizes = (config.training.micro_batch_size,)
+    sizes = (config.training.micro_batch_size,) if "training.micro_batch_size" in pinned else MICRO_BATCHES
     for values in product(*(tries[name] for name in split)):
         chosen = dict(zip(split, values, strict=True))
         if chosen.get("expert_tensor") == "tensor":
