@@ -60,6 +60,8 @@ def run(cfg: DictConfig) -> None:
         sys.exit(str(err))
     _, words = own_words([word for word in sys.argv[1:] if "=" in word])
     pinned = {word.split("=")[0].lstrip("+") for word in words}
+    if "parallel" in pinned:  # a layout of configs/parallel, chosen as a whole
+        pinned |= {f"parallel.{key}" for key in cfg.parallel}
     found = search(config, gpus, GPUS[kind], pinned)
     print(text(config, gpus, GPUS[kind], found, best, words))
     path = Path(cfg.output or f"{config.run.dir}/plans/{config.run.name}_{gpus}x{kind}.json")

@@ -176,8 +176,11 @@ def nothing_fits(config: TrainConfig, world_size: int, gpu: Gpu, found: Found) -
             f"and optimizer, {(peak.activations + peak.buffers) / GIB:.1f} of activations and buffers in stage "
             f"{peak.stage}, {peak.phase.name}).\n" + table(LAYOUT_HEADER, [layout_row(plan, config)])
         )
-    reasons = "\n".join(f"  - {problem} ({count}x)" for problem, count in found.refused.most_common(5))
-    return f"NOTHING FITS: the checks refuse every layout on {world_size} GPUs. The most frequent reasons:\n{reasons}"
+    reasons = "\n".join(f"  - {problem}" for problem in found.closest or found.refused)
+    return (
+        f"NOTHING FITS: the checks refuse every layout on {world_size} GPUs. The nearest to a legal one is refused "
+        f"because:\n{reasons}"
+    )
 
 
 CURVE_KEYS = ("gqa", "msa", "ratio", "attention_ratio")

@@ -100,6 +100,8 @@ class Found:
     """Legal, but past the GPU's memory; the nearest miss first."""
     refused: Counter[str]
     """Reason of `training/checks.py` -> layouts refused for it."""
+    closest: list[str]
+    """Every reason against the layout that has the fewest; empty when some layout is legal."""
     own: Plan | None
     """The config's own layout, if the checks accept it for so many GPUs."""
 
@@ -107,16 +109,19 @@ class Found:
 def search(config: TrainConfig, world_size: int, gpu: Gpu, pinned: Collection[str] = ()) -> Found:
     """Try every layout; `pinned` names config keys whose value in `config` stays (`parallel.pipeline`, ...)."""
     refused: Counter[str] = Counter()
+    closest: list[str] = []
     plans = []
     for candidate in candidates(config, world_size, pinned, refused):
         problems = list(cross_check(candidate, world_size))
         refused.update(problems)
         if not problems:
             plans.append(plan(candidate, world_size, gpu))
+        elif not closest or len(problems) < len(closest):
+            closest = problems
     fitting = sorted((p for p in plans if p.fits(gpu)), key=lambda p: p.days.middle)
     too_large = sorted((p for p in plans if not p.fits(gpu)), key=lambda p: p.peak.needed)
     own = None if list(cross_check(config, world_size)) else plan(config, world_size, gpu)
-    return Found(fitting, too_large, refused, own)
+    return Found(fitting, too_large, refused, [] if plans else closest, own)
 
 
 def candidates(

@@ -1,3 +1,6 @@
+import copy
+from functools import cache
+
 import pytest
 from hydra import compose, initialize_config_module
 
@@ -6,14 +9,18 @@ from msa_pretrain.training.planner.memory import Load
 from msa_pretrain.training.planner.stages import Layout
 
 
+@cache
+def composed(*overrides: str):
+    with initialize_config_module("msa_pretrain.configs", version_base="1.3"):
+        return load_config(compose("pretrain", list(overrides)), world_size=None)
+
+
 @pytest.fixture
 def config_of():
     """Compose and check: config_of("parallel.pipeline=2", experiment="cpu_smoke")."""
 
-    def build(*overrides: str, experiment: str = "msa_pt_230b", world_size: int | None = None):
-        with initialize_config_module("msa_pretrain.configs", version_base="1.3"):
-            cfg = compose("pretrain", [f"experiment={experiment}", "dry_run=true", *overrides])
-        return load_config(cfg, world_size=world_size)
+    def build(*overrides: str, experiment: str = "msa_pt_230b"):
+        return copy.deepcopy(composed(f"experiment={experiment}", "dry_run=true", *overrides))
 
     return build
 

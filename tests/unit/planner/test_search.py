@@ -64,8 +64,11 @@ def test_refusals_are_told(config_of):
     found = search(config, 3, GPUS["h200"], PINNED)
     assert not found.fitting and not found.too_large
     message = nothing_fits(config, 3, GPUS["h200"], found)
-    assert "the checks refuse every layout on 3 GPUs" in message
-    assert "training.global_batch_size (2048) must be a multiple" in message
+    assert "the checks refuse every layout on 3 GPUs. The nearest to a legal one is refused because:" in message
+    assert (
+        "- training.global_batch_size (2048) must be a multiple of micro_batch_size x data-parallel size (1 x 3)"
+        in message
+    )
 
 
 def test_what_the_checks_refuse_is_not_searched(config_of, small):
@@ -81,4 +84,4 @@ def test_curve_of_the_papers_model(config_of):
     assert [row["tokens"] for row in curve] == [2**power for power in range(13, 21)]
     assert round(curve[-1]["attention_ratio"], 1) == 28.4
     ratios = [row["ratio"] for row in curve]
-    assert ratios == sorted(ratios) and 1 < ratios[0] < ratios[-1] < 28.4
+    assert ratios == sorted(ratios) and ratios[0] > 1 and ratios[-1] > 20
