@@ -67,8 +67,8 @@ SPREAD = Range(0.9, 1.1)
 """Runs of one kernel on one machine differ by a few percent; real selections are less even than random ones."""
 
 # docs/results/gpu_training.md: gpu_debug, 0.49 and 0.63 s a step of 4 micro-batches x 8 layers, where launches and not
-# the GPU took the time ("At this size the step is bound by launches"). The lower ends are a guess at fewer launches, and
-# dense is one at the warm-up without its KL.
+# the GPU took the time ("At this size the step is bound by launches"). The lower ends are a guess at fewer launches,
+# and dense is one at the warm-up without its KL.
 LAYER_LAUNCH_MS = {"dense": Range(6.0, 13.0), "warmup": Range(7.5, 15.3), "sparse": Range(10.0, 19.7)}
 
 

@@ -101,7 +101,7 @@ class Found:
     refused: Counter[str]
     """Reason of `training/checks.py` -> layouts refused for it."""
     closest: list[str]
-    """Every reason against the layout that has the fewest; empty when some layout is legal."""
+    """Every reason against the layout that is nearest to a legal one; empty when some layout is legal."""
     own: Plan | None
     """The config's own layout, if the checks accept it for so many GPUs."""
 
@@ -116,12 +116,17 @@ def search(config: TrainConfig, world_size: int, gpu: Gpu, pinned: Collection[st
         refused.update(problems)
         if not problems:
             plans.append(plan(candidate, world_size, gpu))
-        elif not closest or len(problems) < len(closest):
+        elif not closest or _distance(problems) < _distance(closest):
             closest = problems
     fitting = sorted((p for p in plans if p.fits(gpu)), key=lambda p: p.days.middle)
     too_large = sorted((p for p in plans if not p.fits(gpu)), key=lambda p: p.peak.needed)
     own = None if list(cross_check(config, world_size)) else plan(config, world_size, gpu)
     return Found(fitting, too_large, refused, [] if plans else closest, own)
+
+
+def _distance(problems: list[str]) -> tuple[int, int]:
+    """Sizes that do not go together come first: the batch is checked only where they do."""
+    return sum(problem.startswith("parallel.") for problem in problems), len(problems)
 
 
 def candidates(
