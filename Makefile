@@ -34,6 +34,7 @@ dry-run: $(VENV)/.runtime
 		WORLD_SIZE=smallest \
 		$(BIN)/python -m msa_pretrain.scripts.pretrain experiment=$$(basename $$experiment .yaml) dry_run=true || exit 1; \
 	done
+	$(BIN)/python -m msa_pretrain.scripts.plan experiment=msa_pt_230b gpus=512 gpu=h200
 
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(if $(HAS_TORCH),--system-site-packages) $(VENV)

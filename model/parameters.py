@@ -1,6 +1,5 @@
 """Parameter counts by arithmetic: what a dry run prints, and what a built model is checked against."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .config import ModelSpec, QKNorm
@@ -81,78 +80,40 @@ def mlp_parameters(hidden_size: int, ffn_size: int) -> int:
     return 3 * hidden_size * ffn_size
 
 
-def attention_parameters(spec: ModelSpec, tensor: int = 1) -> int:
-    """QKV and output projections and the QK norms of one layer, on one of `tensor` ranks that share it."""
+def attention_parameters(spec: ModelSpec) -> int:
+    """QKV and output projections and the QK norms of one layer."""
     model = spec.model
-    heads, kv_heads = (count // tensor * model.head_dim for count in (model.num_query_heads, model.num_kv_heads))
-    norms = {QKNorm.none: 0, QKNorm.per_head: 2 * model.head_dim, QKNorm.full_vector: heads + kv_heads}
-    return model.hidden_size * (2 * heads + 2 * kv_heads) + norms[model.qk_norm]
+    heads, kv_heads = model.num_query_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    return model.hidden_size * (2 * heads + 2 * kv_heads) + head_norm_parameters(spec)
 
 
-def index_parameters(spec: ModelSpec, tensor: int = 1) -> int:
-    """One index query head per KV group, one index key head, two norms; on one of `tensor` ranks that share a layer.
-
-    Key projection and norms are whole on each of them.
-    """
-    model, attention = spec.model, spec.attention
-    norms = 2 * attention.index_dim if attention.index_norm else 0
-    return model.hidden_size * (model.num_kv_heads // tensor + 1) * attention.index_dim + norms
+def head_norm_parameters(spec: ModelSpec) -> int:
+    """QK norms of one layer."""
+    model = spec.model
+    heads = model.num_query_heads + model.num_kv_heads
+    return model.head_dim * {QKNorm.none: 0, QKNorm.per_head: 2, QKNorm.full_vector: heads}[model.qk_norm]
 
 
-@dataclass(frozen=True)
-class RankParameters:
-    """Parameters that one rank holds; data-parallel ranks hold copies, of experts fewer than of the rest."""
-
-    dense: int
-    experts: int
-
-    @property
-    def total(self) -> int:
-        return self.dense + self.experts
+def index_parameters(spec: ModelSpec) -> int:
+    """One index query head per KV group, one index key head, two norms."""
+    norms = 2 * spec.attention.index_dim if spec.attention.index_norm else 0
+    return index_matmul_parameters(spec) + norms
 
 
-def rank_parameters(spec: ModelSpec, slots: Sequence[int | str]) -> RankParameters:
-    """What each rank of a pipeline stage holds of its `slots`: 0-based layers, 'embedding', 'head' (with MTP)."""
-    model, tensor = spec.model, spec.parallel.tensor
-    size = model.hidden_size
-    table = model.vocab_size // tensor * size
-    layers = [slot for slot in slots if isinstance(slot, int)]
-    dense = 0
-    if "embedding" in slots:
-        dense += table
-    if "head" in slots:
-        dense += size  # the final norm
-        dense += 0 if model.tie_embeddings and "embedding" in slots else table
-        layers += spec.mtp_layers
-        # each MTP layer: its projection of two inputs and three norms
-        dense += len(spec.mtp_layers) * (2 * size * size // tensor + 3 * size)
-        # and a copy of the embedding, where another stage has it
-        has_copy = spec.mtp_layers and "embedding" not in slots and not model.tie_embeddings
-        dense += table if has_copy else 0
-    parts = [_layer_of_rank(spec, layer) for layer in layers]
-    return RankParameters(dense=dense + sum(part.dense for part in parts), experts=sum(part.experts for part in parts))
-
-
-def _layer_of_rank(spec: ModelSpec, layer: int) -> RankParameters:
-    moe, parallel, size = spec.moe, spec.parallel, spec.model.hidden_size
-    tensor = parallel.tensor
-    dense = attention_parameters(spec, tensor) + 2 * size
-    dense += index_parameters(spec, tensor) if spec.is_msa(layer) else 0
-    if not spec.is_moe(layer):
-        return RankParameters(dense + mlp_parameters(size, moe.dense_hidden_size // tensor), 0)
-    dense += moe.num_experts * size + mlp_parameters(size, moe.shared_hidden_size // tensor)
-    expert = mlp_parameters(size, moe.expert_hidden_size // parallel.expert_tensor)
-    return RankParameters(dense, moe.num_experts // parallel.expert * expert)
+def index_matmul_parameters(spec: ModelSpec) -> int:
+    """Index projections of one layer."""
+    return spec.model.hidden_size * (spec.model.num_kv_heads + 1) * spec.attention.index_dim
 
 
 def active_matmul_parameters(spec: ModelSpec) -> int:
     """Weights that multiply each token in training: active ones with the head (once more for each MTP layer) and the
     index branch, without embedding and norms."""
     counts = count_parameters(spec)
+    norms = counts.norms + spec.model.num_layers * head_norm_parameters(spec)
     head = spec.model.vocab_size * spec.model.hidden_size
+    index = index_matmul_parameters(spec)
     mtp = 0
     for layer in spec.mtp_layers:
-        index = index_parameters(spec) if spec.is_msa(layer) else 0
-        active = attention_parameters(spec) + index + mlp_or_moe_parameters(spec, layer, spec.moe.top_k)
-        mtp += 2 * spec.model.hidden_size**2 + active + head
-    return counts.active_outside_embeddings - counts.norms + head + counts.index + mtp
+        attention = attention_parameters(spec) - head_norm_parameters(spec) + index * spec.is_msa(layer)
+        mtp += 2 * spec.model.hidden_size**2 + attention + mlp_or_moe_parameters(spec, layer, spec.moe.top_k) + head
+    return counts.active_outside_embeddings - norms + head + len(spec.msa_layers) * index + mtp

@@ -1,11 +1,12 @@
 """What a dry run prints: the resolved config, parameters, tokens per step and the memory that weights will take."""
 
-from ..model.config import ModelSpec, Precision
+from ..model.config import ModelSpec
 from ..model.flops import step_flops
-from ..model.parameters import count_parameters, index_parameters, rank_parameters
-from .checks import splits_evenly
+from ..model.parameters import count_parameters, index_parameters
 from .config import TrainConfig, to_dict, to_yaml
 from .phases import phase_at
+from .planner.stages import Layout, held_by_chunk, together
+from .planner.states import states_of
 from .redaction import redact
 
 GIB = 2**30
@@ -52,39 +53,11 @@ def memory_rows(spec: ModelSpec, world_size: int) -> list[tuple[str, str]]:
 
 
 def memory_of_states(spec: ModelSpec, world_size: int) -> dict[str, float]:
-    """Bytes of weights, gradients and optimizer states on a rank of the fullest pipeline stage.
-
-    Weights in the training precision, gradients in fp32; Adam's moments (and fp32 main weights under bf16) are sharded
-    over the ranks that hold copies: all data-parallel ranks for dense parameters, other ones for experts.
-    """
-    parallel = spec.parallel
-    copies, expert_copies = parallel.data_parallel(world_size), world_size // parallel.expert_ranks
-    bf16 = spec.precision is Precision.bf16
-    weight, state = (2, 12) if bf16 else (4, 8)
-    fullest = max((rank_parameters(spec, slots) for slots in stage_layers(spec)), key=lambda rank: rank.total)
-    return {
-        "weights": fullest.total * weight,
-        "gradients": fullest.total * 4,
-        "optimizer": fullest.dense * state / copies + fullest.experts * state / expert_copies,
-    }
-
-
-def stage_layers(spec: ModelSpec) -> list[list[int | str]]:
-    """What each pipeline stage holds, its virtual stages together: 0-based layers, 'embedding', 'head'."""
-    parallel, num_layers = spec.parallel, spec.model.num_layers
-    chunks = parallel.pipeline * parallel.virtual_pipeline
-    assert splits_evenly(num_layers, parallel.pipeline, parallel.virtual_pipeline)
-    slots: list[int | str] = ["embedding", *range(num_layers), "head"]
-    if num_layers % chunks == 0:  # embedding and head come on top of the first and last chunk
-        size = num_layers // chunks
-        split = [slots[1:-1][i * size : (i + 1) * size] for i in range(chunks)]
-        split[0] = ["embedding", *split[0]]
-        split[-1] = [*split[-1], "head"]
-    else:
-        size = len(slots) // chunks
-        split = [slots[i * size : (i + 1) * size] for i in range(chunks)]
-    stages = (split[stage :: parallel.pipeline] for stage in range(parallel.pipeline))
-    return [[slot for chunk in stage for slot in chunk] for stage in stages]
+    """Bytes of weights, gradients and optimizer states on the fullest pipeline stage, as the planner counts them."""
+    layout = Layout(spec.parallel, world_size)
+    stages = (states_of(spec, layout, together(chunks)) for chunks in held_by_chunk(spec))
+    fullest = max(stages, key=lambda states: states.total)
+    return {kind: sum(getattr(fullest, kind).values()) for kind in ("weights", "gradients", "optimizer")}
 
 
 def _billions(number: int) -> str:

@@ -14,9 +14,10 @@ from torch import nn
 from ..model.config import ModelSpec, ParallelConfig
 from ..model.gpt import build_on_meta
 from ..model.parallel import fake_rank
-from ..model.parameters import RankParameters, count_parameters, rank_parameters
+from ..model.parameters import count_parameters
 from .checkpoint import MODEL_METADATA
-from .dry_run import stage_layers
+from .planner.stages import Held, held_by_chunk, together
+from .planner.states import rank_parameters
 
 
 class ShardingError(RuntimeError):
@@ -47,6 +48,14 @@ class Shard:
 
 
 @dataclass(frozen=True)
+class RankParameters:
+    """Data-parallel ranks hold copies, of experts fewer than of the rest."""
+
+    dense: int
+    experts: int
+
+
+@dataclass(frozen=True)
 class Share:
     shards: list[Shard]
     parameters: RankParameters
@@ -58,11 +67,11 @@ def check_sharding(spec: ModelSpec, seq_length: int, world_size: int) -> str:
     Returns one line that says what was found. Raises ShardingError when a tensor has elements that no rank saves or two
     do, when the parameters do not sum up to the model's, or when a rank's count is not that of `rank_parameters`.
     """
-    stages, main_shards = stage_layers(spec), []
+    stages, main_shards = [_by_arithmetic(spec, together(chunks)) for chunks in held_by_chunk(spec)], []
     coordinates = representatives(spec.parallel, world_size)
     for coordinate, rank in coordinates.items():
         share = share_of_rank(spec, seq_length, rank, world_size)
-        if share.parameters != (expected := rank_parameters(spec, stages[coordinate.pipeline])):
+        if share.parameters != (expected := stages[coordinate.pipeline]):
             raise ShardingError(f"rank {rank} {coordinate} holds {share.parameters}; by arithmetic {expected}.")
         main_shards += [shard for shard in share.shards if shard.is_main]
     check_cover(main_shards)
@@ -70,6 +79,11 @@ def check_sharding(spec: ModelSpec, seq_length: int, world_size: int) -> str:
     if held != (total := count_parameters(spec).total):
         raise ShardingError(f"the ranks hold {held:,} different parameters; the model has {total:,}.")
     return f"{len(coordinates):,} different ranks of {world_size:,} hold {held:,} parameters, each exactly once"
+
+
+def _by_arithmetic(spec: ModelSpec, held: Held) -> RankParameters:
+    parts = rank_parameters(spec, held)
+    return RankParameters(dense=parts.total() - parts["experts"], experts=parts["experts"])
 
 
 def representatives(parallel: ParallelConfig, world_size: int) -> dict[Coordinate, int]:

@@ -106,7 +106,7 @@ def test_a_shard_that_is_taken_for_a_copy_is_found(layout, monkeypatch):
 
 
 def test_a_wrong_count_by_arithmetic_is_found(layout, monkeypatch):
-    monkeypatch.setattr(sharding, "rank_parameters", lambda spec, slots: None)
+    monkeypatch.setattr(sharding, "rank_parameters", lambda spec, held: Counter(experts=1))
     with pytest.raises(ShardingError, match=r"rank 0 .* holds RankParameters\(dense=\d+, experts=\d+\); by arithmetic"):
         check_sharding(*layout("tp2"))
 
