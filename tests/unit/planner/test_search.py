@@ -72,10 +72,12 @@ def test_refusals_are_told(config_of):
 
 
 def test_what_the_checks_refuse_is_not_searched(config_of, small):
-    """Context parallelism is refused today, so no candidate has it; the reason is kept."""
-    found = search(config_of(), 512, GPUS["h200"], small)
-    assert all(candidate.config.parallel.context == 1 for candidate in found.fitting + found.too_large)
-    assert "parallel.context (2) is not available in this version. Use 1." in found.refused
+    """Four KV groups do not split over eight ranks, so no candidate does; the reason is kept."""
+    found = search(config_of("model.num_kv_heads=4"), 512, GPUS["h200"], small)
+    assert {candidate.config.parallel.tensor for candidate in found.fitting + found.too_large} == {1, 2, 4}
+    assert any(
+        problem.startswith("parallel.tensor (8) must divide model.num_kv_heads (4)") for problem in found.refused
+    )
 
 
 def test_curve_of_the_papers_model(config_of):
