@@ -16,7 +16,7 @@ pretrain: $(VENV)/.runtime
 test: $(VENV)/.dev
 	$(BIN)/pytest -m "not slow and not layouts"
 
-# Many jobs of one and two processes: layouts, restarts, resharding (about five minutes).
+# Many jobs of one, two and four processes: layouts, restarts, resharding (about seven minutes).
 test-layouts: $(VENV)/.dev
 	$(BIN)/pytest -m layouts
 
@@ -31,8 +31,10 @@ lint: $(VENV)/.dev
 
 dry-run: $(VENV)/.runtime
 	for experiment in configs/experiment/*.yaml; do \
+		WORLD_SIZE=smallest \
 		$(BIN)/python -m msa_pretrain.scripts.pretrain experiment=$$(basename $$experiment .yaml) dry_run=true || exit 1; \
 	done
+	$(BIN)/python -m msa_pretrain.scripts.plan experiment=msa_pt_230b gpus=512 gpu=h200
 
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(if $(HAS_TORCH),--system-site-packages) $(VENV)

@@ -32,6 +32,41 @@ class PackedBatch:
         names = ("tokens", "labels", "loss_mask", "positions", "document_ids")
         return replace(self, **{name: getattr(self, name).to(device, non_blocking=non_blocking) for name in names})
 
+    def share(self, rank: int, size: int) -> "PackedBatch":
+        """What rank `rank` of `size` context-parallel ones computes: chunks `rank` and `2 size - 1 - rank` of 2 size.
+
+        Its queries are fragments of documents; key rows stay those of the whole batch, which is gathered.
+        Example: one document of 8 tokens, rank 0 of 2 has tokens 0, 1 (keys 0..1) and 6, 7 (keys 0..7).
+        """
+        if size == 1:
+            return self
+        num_tokens = self.tokens.numel()
+        if num_tokens % (2 * size):
+            raise ValueError(
+                f"PackedBatch: {num_tokens} tokens do not split into 2 x {size} chunks. Make "
+                "training.micro_batch_size x training.seq_length a multiple of 2 x parallel.context."
+            )
+        chunk = num_tokens // (2 * size)
+        fragments = []
+        for number, first in enumerate((rank * chunk, (2 * size - 1 - rank) * chunk)):
+            for q_start, q_len, k_start, k_len in self.segments.rows:
+                start, end = max(first, q_start), min(first + chunk, q_start + q_len)
+                if start < end:
+                    num_keys = k_len - (q_start + q_len - end)
+                    fragments.append((number * chunk + start - first, end - start, k_start, num_keys))
+        segments = Segments(tuple(fragments), 2 * chunk, self.segments.num_keys)
+        by_chunk = {
+            name: getattr(self, name).unflatten(-1, (2 * size, chunk))[..., [rank, 2 * size - 1 - rank], :].flatten(-2)
+            for name in ("tokens", "labels", "loss_mask", "positions", "document_ids")
+        }
+        return replace(
+            self,
+            segments=segments,
+            num_target_tokens=int(by_chunk["loss_mask"].sum()),
+            num_valid_rows=segments.num_valid_rows,
+            **by_chunk,
+        )
+
 
 def collate(samples: Sequence[Sample]) -> PackedBatch:
     """Pack `samples` into one row. Example: segment lengths (2, 3) and (5,) give cu_seqlens 0 2 5 10."""

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
@@ -18,33 +19,21 @@ from ..kernels import (
     sparse_attention,
     sparse_indexer_kl,
 )
+from .attach_loss import AttachLoss
 from .config import ModelSpec, Phase, QKNorm
 from .context import AttentionContext
+from .context_parallel import gather_rows
 from .indexer import Indexer
-from .norm import RMSNorm
+from .norm import FullVectorNorm, HeadNorm
 from .rope import apply_rotation
-
-
-class AttachLoss(torch.autograd.Function):
-    """Identity on `output` whose backward starts `loss` with gradient 1: the loss rides on the layer's own graph.
-
-    Megatron's per-token mode sums gradients over micro-batches and divides them once by the LM tokens, so 1 is right
-    in every layout and no hook in the schedules is needed.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, loss: Tensor) -> Tensor:
-        ctx.save_for_backward(loss)
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        (loss,) = ctx.saved_tensors
-        return grad_output, torch.ones_like(loss)
 
 
 class MSAAttention(MegatronModule):
     """QKV -> QK norm -> partial RoPE -> {dense | warm-up | sparse} attention -> output projection.
+
+    A tensor-parallel rank has whole KV groups, each with its query heads and its index query head: attention, selection
+    and KL need no message, and the KL of a rank is that of its groups. A context-parallel rank has whole layers and a
+    share of the queries, and gathers the keys (`gather_rows`).
 
     Megatron's layout [t, 1, h] is converted here to the kernels' packed [t, heads, dim] and nowhere else. The phase
     comes with each micro-batch (`AttentionContext`); a layer without index branch attends densely in every phase.
@@ -57,38 +46,52 @@ class MSAAttention(MegatronModule):
         spec: ModelSpec,
         pg_collection: ProcessGroupCollection,
         cp_comm_type: str | None = None,
+        attn_mask_type: AttnMaskType = AttnMaskType.causal,
     ) -> None:
         super().__init__(config=config)
         model = spec.model
         self.spec, self.layer = spec, layer_number - 1
-        self.num_heads, self.num_groups, self.head_dim = model.num_query_heads, model.num_kv_heads, model.head_dim
+        self.tp_group, self.cp_group, self.head_dim = pg_collection.tp, pg_collection.cp, model.head_dim
+        # of this rank
+        self.num_heads = model.num_query_heads // self.tp_group.size()
+        self.num_groups = model.num_kv_heads // self.tp_group.size()
         linear: dict[str, Any] = dict(
-            config=config, init_method=config.init_method, bias=False, is_expert=False, tp_group=pg_collection.tp
+            config=config, init_method=config.init_method, bias=False, is_expert=False, tp_group=self.tp_group
         )
-        width = (self.num_heads + 2 * self.num_groups) * self.head_dim
+        width = (model.num_query_heads + 2 * model.num_kv_heads) * self.head_dim
         self.linear_qkv = ColumnParallelLinear(
             model.hidden_size, width, gather_output=False, skip_bias_add=False, **linear
         )
         self.linear_proj = RowParallelLinear(
-            self.num_heads * self.head_dim, model.hidden_size, input_is_parallel=True, skip_bias_add=True, **linear
+            model.num_query_heads * self.head_dim,
+            model.hidden_size,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            **linear,
         )
-        self.query_norm = self._head_norm(self.num_heads)
-        self.key_norm = self._head_norm(self.num_groups)
-        self.indexer = Indexer(config, spec) if spec.is_msa(self.layer) else None
+        self.query_norm = self._qk_norm(model.num_query_heads)
+        self.key_norm = self._qk_norm(model.num_kv_heads)
+        self.indexer = Indexer(config, spec, self.tp_group) if spec.is_msa(self.layer) else None
 
-    def _head_norm(self, num_heads: int) -> nn.Module:
+    def _qk_norm(self, num_heads: int) -> nn.Module:
         kind, eps = self.spec.model.qk_norm, self.spec.model.norm_eps
         if kind is QKNorm.none:
             return nn.Identity()
-        return RMSNorm(self.config, self.head_dim * (num_heads if kind is QKNorm.full_vector else 1), eps)
+        if kind is QKNorm.full_vector:
+            return FullVectorNorm(self.config, num_heads * self.head_dim, eps, self.tp_group)
+        return HeadNorm(self.config, self.head_dim, eps, self.tp_group)
 
     def forward(
         self, hidden_states: Tensor, *, packed_seq_params: AttentionContext, **unused: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """hidden_states [t, 1, h], the output of the layer's input norm -> (output [t, 1, h], no bias)."""
+        """hidden_states [t, 1, h], the output of the layer's input norm -> (output [t, 1, h], no bias).
+
+        Under sequence parallelism input and output are this rank's share of the t tokens.
+        """
         context = packed_seq_params
         query, key, value = self._project(hidden_states, context)
         if self.indexer is None:
+            key, value = gather_rows(self.cp_group, key, value)
             if context.cache is not None:
                 key, value = context.cache.extend(self.layer, key, value)
             output, _ = dense_attention(query, key, value, context.segments, backend=self._backend)
@@ -96,6 +99,7 @@ class MSAAttention(MegatronModule):
             raise ValueError("a model with index branches has no dense phase; use warmup or sparse.")
         else:
             index_query, index_key = self.indexer(hidden_states.squeeze(1), context.cos, context.sin)
+            key, value, index_key = gather_rows(self.cp_group, key, value, index_key)
             attend = self._attend if context.cache is None else self._attend_cached
             output = attend(query, key, value, index_query, index_key, context)
         return self.linear_proj(output.flatten(1)[:, None])
@@ -122,7 +126,7 @@ class MSAAttention(MegatronModule):
         return dict(block_size=attention.block_size, dense_up_to=short, backend=self._backend)
 
     def _project(self, hidden_states: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor, Tensor]:
-        """query [t, n, d], key [t, g, d], value [t, g, d], normed and rotated."""
+        """query [t, n, d], key [t, g, d], value [t, g, d] of this rank's heads, normed and rotated."""
         mixed, _ = self.linear_qkv(hidden_states)
         # [t, g, (n/g + 2) d]: each group's query heads, then its key, then its value
         mixed = mixed.squeeze(1).unflatten(-1, (self.num_groups, -1))
@@ -156,7 +160,8 @@ class MSAAttention(MegatronModule):
         # once under full recompute, whose first pass runs without gradients
         counted = torch.is_grad_enabled() or not self.training
         measurements = context.measurements if counted else None
-        quality_rows = context.quality_rows if measurements is not None else None
+        depth = self.layer - self.spec.model.num_layers  # of an MTP layer, from 0
+        quality_rows = context.quality_rows if measurements is not None and depth < 0 else None
         if not warmup or quality_rows is not None:
             with torch.no_grad():
                 block_indices, _ = select_blocks(index_query, index_key, segments, **self._selection)
@@ -166,6 +171,8 @@ class MSAAttention(MegatronModule):
         else:
             output, lse = sparse_attention(query, key, value, block_indices, segments, **self._sparse)
             kl = sparse_indexer_kl(index_query, index_key, query, key, lse, block_indices, segments, **self._sparse)
+        if depth >= 0:
+            kl = kl * context.mtp_targets[depth].t()
         if measurements is not None:
             measurements.add_kl(self.layer, kl.detach().double().sum())
             if quality_rows is not None:

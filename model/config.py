@@ -5,13 +5,16 @@ Dimension legend of the whole project: `s` sequence, `b` micro-batch, `t` packed
 `l` block length, `v` vocabulary.
 """
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 
 # Enum members are spelled as in YAML and on the command line; OmegaConf lists them when a value is wrong.
+Activation = Enum("Activation", ["swiglu", "swiglu_oai"])
 QKNorm = Enum("QKNorm", ["none", "per_head", "full_vector"])
 LayerBackend = Enum("LayerBackend", ["torch", "transformer_engine"])
 AttentionKind = Enum("AttentionKind", ["msa", "dense"])
+IndexerInit = Enum("IndexerInit", ["random", "from_attention"])
 AttentionBackend = Enum("AttentionBackend", ["reference", "triton"])
 Dispatcher = Enum("Dispatcher", ["allgather", "alltoall"])
 Recompute = Enum("Recompute", ["none", "selective", "full"])
@@ -36,7 +39,12 @@ class ModelConfig:
     qk_norm: QKNorm
     """`per_head`: one weight [d] (MiniMax-M3, Qwen3); `full_vector`: RMS over all heads (MiniMax-M2)."""
     norm_eps: float
+    activation: Activation
+    """Of every MLP: experts, shared expert and plain MLP. `swiglu`: silu(gate) * up. `swiglu_oai` (MiniMax-M3):
+    g * sigmoid(1.702 g) * (u + 1) with g = min(gate, 7) and u = up clamped to -7..7."""
     tie_embeddings: bool
+    mtp_layers: int = 0
+    """Layers that predict a token further ahead each, in training only (DeepSeek-V3's multi-token prediction)."""
     backend: LayerBackend
     """Where norms and GEMMs come from."""
     init_std: float = 0.02
@@ -62,6 +70,9 @@ class AttentionConfig:
     """The main branch's partial RoPE on the index heads."""
     detach: bool = True
     """Stop the index branch's gradient at its input (paper eq. 11). Off only in ablations."""
+    indexer_init: IndexerInit = IndexerInit.random
+    """How index weights start that `training.init_from` does not bring: `random`, or `from_attention`: averages of the
+    checkpoint's query and key projections (spec section 4)."""
     backend: AttentionBackend
     full_layers: list[int] = field(default_factory=list)
     """Layers (0-based) with dense attention for ever and no index branch."""
@@ -80,10 +91,24 @@ class MoEConfig:
     """Factor on the routed experts' sum (2.0 in MiniMax-M3)."""
     bias_update_rate: float = 1e-3
     """Step of the expert bias towards balance after each optimizer step; 0 freezes it."""
+    num_groups: int = 1
+    """Groups of consecutive experts (DeepSeek-V3); 1: every expert is open to every token."""
+    top_groups: int = 1
+    """Groups that a token may choose experts from; each is worth the sum of its top_k / top_groups best experts."""
+    aux_loss_coef: float = 0.0
+    """Factor on the sequence balance loss of each layer, a mean over tokens; a document is a sequence."""
+    z_loss_coef: float = 0.0
+    """Factor on each router's logsumexp(logits)^2, a mean over tokens."""
+    force_balance: bool = False
+    """For benchmarks: tokens take the experts in turn, whatever the router says, and the bias stands still."""
     dense_mlp_layers: list[int] = field(default_factory=list)
     """Layers (0-based) with a plain MLP."""
     dense_hidden_size: int = 0
     """Hidden size of those layers' MLP."""
+
+    @property
+    def has_losses(self) -> bool:
+        return self.aux_loss_coef > 0 or self.z_loss_coef > 0
 
 
 @dataclass(kw_only=True)
@@ -91,12 +116,17 @@ class ParallelConfig:
     """Megatron's parallel sizes; data parallelism takes the rest of the world."""
 
     tensor: int = 1
+    """Ranks that share each layer's KV groups (with their query and index heads), MLP columns and vocabulary rows."""
     sequence: bool = False
+    """Split activations between those layers over the tokens; goes with `tensor`, and MoE layers demand it."""
     pipeline: int = 1
     virtual_pipeline: int = 1
     """Model chunks per pipeline stage (interleaved schedule); 1 means none."""
     context: int = 1
+    """Ranks that share the tokens of a micro-batch, two chunks each; they gather each other's keys and values."""
     expert: int = 1
+    expert_tensor: int = 1
+    """Ranks that share each expert's hidden channels: 1 (whole experts), or as many as `tensor`."""
     dispatcher: Dispatcher = Dispatcher.alltoall
 
     @property
@@ -105,9 +135,23 @@ class ParallelConfig:
         return self.virtual_pipeline if self.virtual_pipeline > 1 else None
 
     @property
+    def model_ranks(self) -> int:
+        """Processes that hold one copy of everything but the experts."""
+        return self.tensor * self.context * self.pipeline
+
+    @property
+    def expert_ranks(self) -> int:
+        """Processes that hold one copy of the experts."""
+        return self.expert_tensor * self.expert * self.pipeline
+
+    @property
     def smallest_world(self) -> int:
-        """Processes that hold one copy of everything, experts included; every world is a multiple of it."""
-        return self.pipeline * self.expert
+        """Every world is a multiple of it."""
+        return math.lcm(self.model_ranks, self.expert_ranks)
+
+    def data_parallel(self, world_size: int) -> int:
+        """Ranks that read different samples."""
+        return world_size // self.model_ranks
 
 
 @dataclass(kw_only=True)
@@ -127,11 +171,16 @@ class ModelSpec:
         return self.attention.kind is AttentionKind.msa and layer not in self.attention.full_layers
 
     def is_moe(self, layer: int) -> bool:
-        return layer not in self.moe.dense_mlp_layers
+        return min(layer, self.model.num_layers - 1) not in self.moe.dense_mlp_layers
 
     @property
     def msa_layers(self) -> list[int]:
         return [layer for layer in range(self.model.num_layers) if self.is_msa(layer)]
+
+    @property
+    def mtp_layers(self) -> list[int]:
+        """Numbers of the MTP layers, on from the decoder's: MSA layers, with the kind of MLP of its last layer."""
+        return [self.model.num_layers + depth for depth in range(self.model.mtp_layers)]
 
     @property
     def moe_layers(self) -> list[int]:

@@ -21,6 +21,14 @@ if TYPE_CHECKING:
     from .generation import GenerationCache
 
 
+def shift_left(values: Tensor, documents: Tensor) -> Tensor:
+    """values [1, t] one token on in each document; 0 at the end of a document and in padding (documents [t] < 0)."""
+    goes_on = (documents[:-1] == documents[1:]) & (documents[:-1] >= 0)
+    shifted = torch.zeros_like(values)
+    shifted[:, :-1] = values[:, 1:] * goes_on
+    return shifted
+
+
 @dataclass
 class Measurements:
     """Sums over the micro-batches of one step on this rank, by 0-based global layer."""
@@ -28,6 +36,11 @@ class Measurements:
     kl: dict[int, Tensor] = field(default_factory=dict)
     """Sum of the row KL over valid rows and groups, fp64 scalar."""
     quality: dict[int, SelectionQuality] = field(default_factory=dict)
+    mtp_loss: dict[int, Tensor] = field(default_factory=dict)
+    """By depth from 0: sum of the MTP loss over its targets, fp64 scalar."""
+
+    def add_mtp_loss(self, depth: int, loss_sum: Tensor) -> None:
+        self.mtp_loss[depth] = self.mtp_loss.get(depth, torch.zeros_like(loss_sum)) + loss_sum
 
     def add_kl(self, layer: int, kl_sum: Tensor) -> None:
         self.kl[layer] = self.kl.get(layer, torch.zeros_like(kl_sum)) + kl_sum
@@ -52,6 +65,18 @@ class AttentionContext(PackedSeqParams):
     """int64 [rows]: query rows whose selection is compared with the main branch's mass; None: none."""
     cache: GenerationCache | None = None
     """Earlier tokens, in generation; None in training and validation."""
+
+    documents: Tensor | None = None
+    """int32 [t]: a number for each row's document (its first key row), -1 for padding."""
+    mtp_targets: list[Tensor] = field(default_factory=list)
+    """By MTP depth, [1, t]: 1 where the token so far ahead is a target. Rows of an MTP layer without one have no KL."""
+    mtp_weights: list[float] = field(default_factory=list)
+    """By MTP depth: factor on each target's loss: coefficient x LM tokens / (depths x targets of that depth)."""
+
+    def shift_left(self, values: Tensor) -> Tensor:
+        """values [1, t] one token on in each document; 0 at its end."""
+        assert self.documents is not None
+        return shift_left(values, self.documents)
 
     @classmethod
     def build(cls, spec: ModelSpec, segments: Segments, positions: Tensor, phase: Phase, **values) -> AttentionContext:

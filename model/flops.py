@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from .config import ModelSpec, Phase
-from .parameters import active_matmul_parameters
+from .parameters import active_matmul_parameters, index_matmul_parameters
 
 # The backward of attention recomputes the scores: five matrix products for the forward's two.
 ATTENTION_BACKWARD = 2.5
@@ -48,12 +48,24 @@ def attention_forward(spec: ModelSpec, lengths: Iterable[int], phase: Phase) -> 
     return main, 2.0 * index * visible, 2.0 * (heads + 3 * index) * attended
 
 
+def linear_flops(spec: ModelSpec) -> int:
+    """Products of one token with weights, forward and backward; recompute not counted.
+
+    Six operations a weight: the product, and the gradients of its input and of the weight. The index branch is detached
+    from its input and has none of the former, unless `attention.detach` is off.
+    """
+    num_msa = len([*spec.msa_layers, *filter(spec.is_msa, spec.mtp_layers)])
+    unused = 2 * num_msa * index_matmul_parameters(spec) if spec.attention.detach else 0
+    return 6 * active_matmul_parameters(spec) - unused
+
+
 def step_flops(spec: ModelSpec, lengths: Iterable[int], phase: Phase) -> float:
     """One training step (forward and backward, recompute not counted) over documents of these lengths."""
     lengths = list(lengths)
-    flops = 6.0 * active_matmul_parameters(spec) * sum(lengths)
-    num_msa = len(spec.msa_layers)
-    for layers, kind in ((num_msa, phase), (spec.model.num_layers - num_msa, Phase.dense)):
+    flops = float(linear_flops(spec) * sum(lengths))
+    num_msa = len([*spec.msa_layers, *filter(spec.is_msa, spec.mtp_layers)])
+    num_dense = spec.model.num_layers + spec.model.mtp_layers - num_msa
+    for layers, kind in ((num_msa, phase), (num_dense, Phase.dense)):
         if layers:
             main, index, kl = attention_forward(spec, lengths, kind)
             flops += layers * (main * (1 + ATTENTION_BACKWARD) + index + kl)

@@ -5,23 +5,42 @@ from collections.abc import Iterator, Sequence
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from .config import ModelSpec
-from .init import initialize
+from .init import initialize, mark_shards
 from .layer_spec import block_spec
 from .mcore import transformer_config
+from .mtp import MTPModel, mtp_spec
 from .router import SigmoidRouter
 
 
 def build_model(spec: ModelSpec, seq_length: int) -> list[GPTModel]:
     """This rank's model chunks with their initial weights, on its device."""
+    chunks = _chunks(spec, transformer_config(spec), seq_length)
+    for model in chunks:
+        initialize(model, spec)
+        if torch.cuda.is_available():
+            model.cuda()
+    return chunks
+
+
+def build_on_meta(spec: ModelSpec, seq_length: int) -> list[GPTModel]:
+    """The same chunks without memory behind their weights."""
     config = transformer_config(spec)
+    config.use_cpu_initialization = True  # the one of Megatron's two branches that leaves the device to the context
+    with torch.device("meta"):
+        return _chunks(spec, config, seq_length)
+
+
+def _chunks(spec: ModelSpec, config: TransformerConfig, seq_length: int) -> list[GPTModel]:
     chunks = []
     for stage in range(spec.parallel.virtual_pipeline):
         vp_stage = stage if spec.parallel.virtual_stages else None
         where = dict(ignore_virtual=False, vp_stage=vp_stage)
-        model = GPTModel(
+        last = parallel_state.is_pipeline_last_stage(**where)
+        model = (MTPModel if spec.mtp_layers else GPTModel)(
             config,
             block_spec(spec, config, vp_stage),
             vocab_size=spec.model.vocab_size,
@@ -30,12 +49,11 @@ def build_model(spec: ModelSpec, seq_length: int) -> list[GPTModel]:
             position_embedding_type="none",
             share_embeddings_and_output_weights=spec.model.tie_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(**where),
-            post_process=parallel_state.is_pipeline_last_stage(**where),
+            post_process=last,
+            mtp_block_spec=mtp_spec(spec) if spec.mtp_layers and last else None,
             vp_stage=vp_stage,
         )
-        initialize(model, spec)
-        if torch.cuda.is_available():
-            model.cuda()
+        mark_shards(model)
         chunks.append(model)
     return chunks
 

@@ -1,12 +1,13 @@
 """Which modules make each layer of this rank's pipeline chunk."""
 
 from functools import partial
+from types import SimpleNamespace
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.parallel_state import get_pipeline_model_parallel_rank
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -20,6 +21,7 @@ from megatron.core.transformer.transformer_layer import (
 from .attention import MSAAttention
 from .config import ModelSpec
 from .experts import GroupedExperts
+from .moe_layer import DocumentMoELayer
 from .norm import RMSNorm
 from .router import SigmoidRouter
 
@@ -48,9 +50,10 @@ def layer_spec(spec: ModelSpec, layer: int) -> ModuleSpec:
     )
 
 
-def _moe(spec: ModelSpec) -> ModuleSpec:
-    return ModuleSpec(
-        module=MoELayer,
+def _moe(spec: ModelSpec) -> SimpleNamespace:
+    # Megatron warns of every ModuleSpec whose module is not one of its own; anything else with these names it builds
+    return SimpleNamespace(
+        module=DocumentMoELayer,
         submodules=MoESubmodules(
             router=partial(SigmoidRouter, moe=spec.moe),
             experts=GroupedExperts,

@@ -1,11 +1,14 @@
 """The one translation of this project's configs to Megatron's TransformerConfig."""
 
+from typing import Any
+
 import torch
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 from torch.nn import functional as F
 
-from .config import ModelSpec, Precision, Recompute
+from .config import Activation, ModelSpec, Precision, Recompute
 
 DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16}
 
@@ -24,10 +27,11 @@ def transformer_config(spec: ModelSpec) -> TransformerConfig:
         num_query_groups=model.num_kv_heads,
         kv_channels=model.head_dim,
         ffn_hidden_size=moe.dense_hidden_size or moe.expert_hidden_size,
+        mtp_num_layers=model.mtp_layers or None,
         layernorm_epsilon=model.norm_eps,
         normalization="RMSNorm",
-        activation_func=F.silu,
         gated_linear_unit=True,
+        **_activation(model.activation),
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -55,7 +59,7 @@ def transformer_config(spec: ModelSpec) -> TransformerConfig:
         virtual_pipeline_model_parallel_size=parallel.virtual_stages,
         context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
-        expert_tensor_parallel_size=1,
+        expert_tensor_parallel_size=parallel.expert_tensor,
         account_for_embedding_in_pipeline_split=uneven,
         account_for_loss_in_pipeline_split=uneven,
         # with two stages and virtual stages the batched default pairs messages by order and computes a wrong model
@@ -70,6 +74,16 @@ def transformer_config(spec: ModelSpec) -> TransformerConfig:
         masked_softmax_fusion=False,
         **_recompute(spec.recompute),
     )
+
+
+def _activation(activation: Activation) -> dict[str, Any]:
+    if activation is Activation.swiglu:
+        return dict(activation_func=F.silu)
+    return dict(activation_func=_quick_gelu, activation_func_clamp_value=7.0, glu_linear_offset=1.0)
+
+
+def _quick_gelu(gate: Tensor) -> Tensor:
+    return gate * torch.sigmoid(1.702 * gate)
 
 
 def _recompute(recompute: Recompute) -> dict:

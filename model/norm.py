@@ -1,6 +1,13 @@
-"""RMS norm on torch's fused op, with the constructor Megatron's specs expect."""
+"""RMS norms on torch's fused op, and what tensor parallelism makes of them."""
 
 import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -8,8 +15,8 @@ from torch.nn import functional as F
 class RMSNorm(torch.nn.Module):
     """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in fp32, returned in x's dtype.
 
-    Megatron's own torch norm refuses sequence parallelism; this one carries the mark by which Megatron sums its
-    gradient over the tensor-parallel ranks.
+    The constructor is what Megatron's specs expect of a layer norm. Megatron's own torch norm refuses sequence
+    parallelism; this one carries the mark by which Megatron sums its gradient over the tensor-parallel ranks.
     """
 
     def __init__(self, config: object, hidden_size: int, eps: float) -> None:
@@ -21,3 +28,55 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return F.rms_norm(hidden_states, hidden_states.shape[-1:], self.weight, self.eps)
+
+
+class HeadNorm(torch.nn.Module):
+    """RMS norm of each head [..., d] with one weight [d] for all, of which a tensor-parallel rank sees its own heads.
+
+    The weight is the same on every rank and its gradient is summed over them in the backward pass.
+    """
+
+    def __init__(self, config: object, head_dim: int, eps: float, tp_group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.eps, self.tp_group = eps, tp_group
+        self.weight = torch.nn.Parameter(torch.ones(head_dim, dtype=getattr(config, "params_dtype", torch.float32)))
+
+    def forward(self, heads: Tensor) -> Tensor:
+        weight = copy_to_tensor_model_parallel_region(self.weight, self.tp_group)
+        return F.rms_norm(heads, heads.shape[-1:], weight, self.eps)
+
+
+class FullVectorNorm(torch.nn.Module):
+    """RMS norm over all heads together (MiniMax-M2's QK norm), of which each tensor-parallel rank holds a share.
+
+    Input and output [..., local channels]; the mean is taken over the `size` channels of all ranks. The weight is
+    sharded as the channels are.
+    """
+
+    def __init__(self, config: object, size: int, eps: float, tp_group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.size, self.eps, self.tp_group = size, eps, tp_group
+        dtype = getattr(config, "params_dtype", torch.float32)
+        self.weight = torch.nn.Parameter(torch.ones(size // tp_group.size(), dtype=dtype))
+        set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
+
+    def forward(self, channels: Tensor) -> Tensor:
+        if self.tp_group.size() == 1:
+            return F.rms_norm(channels, channels.shape[-1:], self.weight, self.eps)
+        values = channels.float()
+        total = reduce_from_tensor_model_parallel_region(values.square().sum(dim=-1, keepdim=True), self.tp_group)
+        # every rank's output depends on the common sum, so its gradient is summed as well
+        total = copy_to_tensor_model_parallel_region(total, self.tp_group)
+        return (values * (total / self.size + self.eps).rsqrt() * self.weight).to(channels.dtype)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        """Megatron's hook for checkpoints: the weight is sharded over the tensor-parallel group."""
+        assert metadata is not None
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(keep_vars=True),
+            prefix,
+            {"weight": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )

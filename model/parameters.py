@@ -21,6 +21,8 @@ class ParameterCounts:
     dense_mlp: int
     norms: int
     """Layer norms and the final one; those of heads belong to their branch."""
+    mtp: int
+    """All of the MTP layers, their index branches included; no part of the backbone, as they only train."""
 
     @property
     def backbone(self) -> int:
@@ -29,7 +31,7 @@ class ParameterCounts:
 
     @property
     def total(self) -> int:
-        return self.backbone + self.index
+        return self.backbone + self.index + self.mtp
 
     @property
     def active_outside_embeddings(self) -> int:
@@ -52,7 +54,25 @@ def count_parameters(spec: ModelSpec) -> ParameterCounts:
         active_experts=moe_layers * (moe.top_k * expert + shared),
         dense_mlp=(model.num_layers - moe_layers) * mlp_parameters(size, moe.dense_hidden_size),
         norms=(2 * model.num_layers + 1) * size,
+        mtp=model.mtp_layers * mtp_parameters(spec) if model.mtp_layers else 0,
     )
+
+
+def mlp_or_moe_parameters(spec: ModelSpec, layer: int, num_experts: int) -> int:
+    """Router, `num_experts` experts and the shared one of one layer, or its plain MLP."""
+    moe, size = spec.moe, spec.model.hidden_size
+    if not spec.is_moe(layer):
+        return mlp_parameters(size, moe.dense_hidden_size)
+    expert, shared = mlp_parameters(size, moe.expert_hidden_size), mlp_parameters(size, moe.shared_hidden_size)
+    return moe.num_experts * size + num_experts * expert + shared
+
+
+def mtp_parameters(spec: ModelSpec) -> int:
+    """One MTP layer: its projection of two inputs, three norms, and a whole layer with its two."""
+    size, layer = spec.model.hidden_size, spec.mtp_layers[0]
+    index = index_parameters(spec) if spec.is_msa(layer) else 0
+    rest = mlp_or_moe_parameters(spec, layer, spec.moe.num_experts)
+    return 2 * size * size + 5 * size + attention_parameters(spec) + index + rest
 
 
 def mlp_parameters(hidden_size: int, ffn_size: int) -> int:
@@ -64,19 +84,36 @@ def attention_parameters(spec: ModelSpec) -> int:
     """QKV and output projections and the QK norms of one layer."""
     model = spec.model
     heads, kv_heads = model.num_query_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    norms = {QKNorm.none: 0, QKNorm.per_head: 2 * model.head_dim, QKNorm.full_vector: heads + kv_heads}
-    return model.hidden_size * (2 * heads + 2 * kv_heads) + norms[model.qk_norm]
+    return model.hidden_size * (2 * heads + 2 * kv_heads) + head_norm_parameters(spec)
+
+
+def head_norm_parameters(spec: ModelSpec) -> int:
+    """QK norms of one layer."""
+    model = spec.model
+    heads = model.num_query_heads + model.num_kv_heads
+    return model.head_dim * {QKNorm.none: 0, QKNorm.per_head: 2, QKNorm.full_vector: heads}[model.qk_norm]
 
 
 def index_parameters(spec: ModelSpec) -> int:
     """One index query head per KV group, one index key head, two norms."""
-    model, attention = spec.model, spec.attention
-    norms = 2 * attention.index_dim if attention.index_norm else 0
-    return model.hidden_size * (model.num_kv_heads + 1) * attention.index_dim + norms
+    norms = 2 * spec.attention.index_dim if spec.attention.index_norm else 0
+    return index_matmul_parameters(spec) + norms
+
+
+def index_matmul_parameters(spec: ModelSpec) -> int:
+    """Index projections of one layer."""
+    return spec.model.hidden_size * (spec.model.num_kv_heads + 1) * spec.attention.index_dim
 
 
 def active_matmul_parameters(spec: ModelSpec) -> int:
-    """Weights that multiply each token: active ones with the head and the index branch, without embedding and norms."""
+    """Weights that multiply each token in training: active ones with the head (once more for each MTP layer) and the
+    index branch, without embedding and norms."""
     counts = count_parameters(spec)
+    norms = counts.norms + spec.model.num_layers * head_norm_parameters(spec)
     head = spec.model.vocab_size * spec.model.hidden_size
-    return counts.active_outside_embeddings - counts.norms + head + counts.index
+    index = index_matmul_parameters(spec)
+    mtp = 0
+    for layer in spec.mtp_layers:
+        attention = attention_parameters(spec) - head_norm_parameters(spec) + index * spec.is_msa(layer)
+        mtp += 2 * spec.model.hidden_size**2 + attention + mlp_or_moe_parameters(spec, layer, spec.moe.top_k) + head
+    return counts.active_outside_embeddings - norms + head + len(spec.msa_layers) * index + mtp

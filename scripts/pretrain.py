@@ -1,7 +1,8 @@
 """Pretrain a model: `python -m msa_pretrain.scripts.pretrain experiment=cpu_smoke`, or the same under torchrun.
 
 `dry_run=true` checks the config, prints what it resolves to and exits; no GPU, no data and no process group needed.
-`WORLD_SIZE=512` before it checks the layout for as many GPUs.
+`WORLD_SIZE=512` before it checks the layout for as many GPUs, and builds every rank's share of the model without memory
+to see that the shares add up (half a minute for the 62-layer model); `WORLD_SIZE=smallest` for the fewest GPUs.
 """
 
 import os
@@ -15,6 +16,7 @@ from msa_pretrain.training.config import ConfigError, check_overrides, load_conf
 
 # Megatron's at every start: model.backend asks for torch's own ops; deprecated names; gradients of inner tensors.
 EXPECTED_WARNINGS = (
+    "full scope is deprecated",
     "(Transformer Engine and )?Apex (are|is) not installed",
     r"`torch\.distributed\.\w+` is deprecated",
     r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed",
@@ -24,17 +26,13 @@ EXPECTED_WARNINGS = (
 @hydra.main(version_base="1.3", config_path="../configs", config_name="pretrain")
 def run(cfg: DictConfig) -> None:
     """Everything after Hydra has composed the config."""
-    dry_run = bool(cfg.get("dry_run"))
-    world_size = int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None if dry_run else 1
     try:
-        config = load_config(cfg, world_size=world_size)
+        if cfg.get("dry_run"):
+            rehearse(cfg, os.environ.get("WORLD_SIZE"))
+            return
+        config = load_config(cfg, world_size=int(os.environ.get("WORLD_SIZE", 1)))
     except ConfigError as err:
         sys.exit(str(err))  # Hydra would print a traceback around it
-    if dry_run:
-        from msa_pretrain.training.dry_run import report
-
-        print(report(config, world_size or config.parallel.smallest_world))
-        return
     for message in EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
     from msa_pretrain.training.launch import train  # imports Megatron, which takes seconds
@@ -43,6 +41,24 @@ def run(cfg: DictConfig) -> None:
         train(config, overrides=[argument for argument in sys.argv[1:] if "=" in argument])
     except ConfigError as err:
         sys.exit(str(err))
+
+
+def rehearse(cfg: DictConfig, world_size: str | None) -> None:
+    """The dry run: what the config resolves to and, for a given number of GPUs, whether the ranks' shares add up."""
+    from msa_pretrain.training.dry_run import report
+
+    fixed = int(world_size) if world_size not in (None, "smallest") else None
+    config = load_config(cfg, world_size=fixed)
+    planned = fixed or config.parallel.smallest_world
+    if world_size == "smallest":
+        config = load_config(cfg, world_size=planned)
+    print(report(config, planned), flush=True)
+    if world_size is not None:
+        for message in EXPECTED_WARNINGS:
+            warnings.filterwarnings("ignore", message=message)
+        from msa_pretrain.training.sharding import check_sharding  # imports Megatron, which takes seconds
+
+        print(f"sharding: {check_sharding(config.spec, config.training.seq_length, planned)}")
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ import os
 import queue
 import shutil
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,7 @@ def save_checkpoint(
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
     dist.barrier()
-    model = _model_state(chunks)
+    model = model_state(chunks)
     content = {
         **model,
         "optimizer": optimizer.sharded_state_dict(model, metadata=OPTIMIZER_METADATA),
@@ -133,8 +134,8 @@ def load_checkpoint(
             f"{data_order}, which orders the samples anew. Use training.total_tokens={num_samples * length}, "
             f"training.seq_length={length} and training.seed={seed}."
         )
-    model = _model_state(chunks)
-    _check_weights(path, model)
+    model = model_state(chunks)
+    compare_weights(path, model)
     content = {**model, "optimizer": optimizer.sharded_state_dict(model, is_loading=True, metadata=OPTIMIZER_METADATA)}
     same_layout = tuple(run["layout"]) == _layout()
     if same_layout:
@@ -143,7 +144,7 @@ def load_checkpoint(
     assert not absent and all(key.startswith(RNG_KEY) for key in unused), (absent, unused)
     optimizer.load_state_dict(loaded["optimizer"])
     for order, chunk in enumerate(chunks):
-        chunk.module.load_state_dict(_plain(loaded[f"model{order}"]), strict=True)
+        chunk.module.load_state_dict(plain(loaded[f"model{order}"]), strict=True)
     if same_layout:
         _set_rng_state(loaded[RNG_KEY])
     else:
@@ -155,15 +156,20 @@ def load_checkpoint(
     return Loaded(state=TrainState(**{key: run[key] for key in fields}), wandb_run_id=run["wandb_run_id"] or None)
 
 
-def _model_state(chunks: list[DistributedDataParallel]) -> dict[str, Any]:
+def model_state(chunks: list[DistributedDataParallel]) -> dict[str, Any]:
     return {
         f"model{order}": chunk.module.sharded_state_dict(prefix="model.", metadata=dict(MODEL_METADATA))
         for order, chunk in enumerate(chunks)
     }
 
 
-def _check_weights(path: Path, model: dict[str, Any]) -> None:
-    """Every rank raises CheckpointError when the weights on disk are not those of the model, by name and shape."""
+def compare_weights(
+    path: Path, model: dict[str, Any], may_lack: Callable[[str], bool] = lambda key: False
+) -> list[str]:
+    """Every rank raises CheckpointError when the weights on disk are not those of the model, by name and shape.
+
+    Keys for which `may_lack` holds may be absent from the checkpoint, all or none of them; returns those that are.
+    """
     wanted: dict[str, tuple[int, ...] | None] = {}
     for value in nested_values(model):
         if isinstance(value, ShardedTensor):
@@ -176,6 +182,10 @@ def _check_weights(path: Path, model: dict[str, Any]) -> None:
     metadata = dist_checkpointing.load_tensors_metadata(str(path))
     stored = {key: tuple(value.global_shape) for key, value in metadata.items() if key.startswith("model.")}
     absent, unused = sorted(wanted.keys() - stored.keys()), sorted(stored.keys() - wanted.keys())
+    allowed = sorted(filter(may_lack, wanted))
+    if not set(allowed) <= set(absent):
+        allowed = []
+    absent = [key for key in absent if key not in allowed]
     other_shape = [
         f"{key} is {stored[key]} and not {shape}"
         for key, shape in sorted(wanted.items())
@@ -183,22 +193,27 @@ def _check_weights(path: Path, model: dict[str, Any]) -> None:
     ]
     if absent or unused or other_shape:
         raise CheckpointError(
-            f"{path} does not fit the model. It lacks {_some(absent)}; it has {_some(unused)} besides; of other shape: "
-            f"{_some(other_shape)}. Use the model, attention and moe settings of its config."
+            f"{path} does not fit the model. It lacks {some(absent)}; it has {some(unused)} besides; of other shape: "
+            f"{some(other_shape)}. Use the model, attention and moe settings of its config."
         )
+    return allowed
 
 
-def _some(names: list[str]) -> str:
+def some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") if names else "nothing"
 
 
-def _plain(state: dict[str, Any]) -> dict[str, Any]:
+def plain(state: dict[str, Any]) -> dict[str, Any]:
     return {key.removeprefix("model."): value for key, value in state.items()}
 
 
-def _layout() -> tuple[int, int]:
-    """(pipeline size, data-parallel size): what the random states are kept by."""
-    return parallel_state.get_pipeline_model_parallel_world_size(), parallel_state.get_data_parallel_world_size()
+def _layout() -> tuple[int, int, int]:
+    """(tensor, pipeline, data-parallel size): what the random states are kept by."""
+    return (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_data_parallel_world_size(),
+    )
 
 
 def _rng_state() -> ShardedObject:
@@ -206,8 +221,13 @@ def _rng_state() -> ShardedObject:
     data = {"cpu": torch.get_rng_state(), "tracker": dict(get_cuda_rng_tracker().get_states())}
     if torch.cuda.is_available():
         data["cuda"] = torch.cuda.get_rng_state()
-    where = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_data_parallel_rank()
-    return ShardedObject(RNG_KEY, data, _layout(), where, replica_id=0)
+    where = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_data_parallel_rank(),
+    )
+    # context-parallel ranks are given the same samples and draw the same numbers
+    return ShardedObject(RNG_KEY, data, _layout(), where, replica_id=parallel_state.get_context_parallel_rank())
 
 
 def _set_rng_state(data: dict[str, Any]) -> None:
@@ -217,14 +237,13 @@ def _set_rng_state(data: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(data["cuda"])
 
 
+def is_complete(checkpoint: Path) -> bool:
+    return all((checkpoint / name).is_file() for name in FILES_OF_A_COMPLETE_CHECKPOINT)
+
+
 def _complete(folder: Path) -> list[Path]:
     """Complete checkpoints, newest first."""
-    found = [
-        path
-        for path in folder.glob("step_*")
-        if path.name.removeprefix("step_").isdigit()
-        and all((path / name).is_file() for name in FILES_OF_A_COMPLETE_CHECKPOINT)
-    ]
+    found = [path for path in folder.glob("step_*") if path.name.removeprefix("step_").isdigit() and is_complete(path)]
     return sorted(found, key=lambda path: int(path.name.removeprefix("step_")), reverse=True)
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..model.config import AttentionBackend, AttentionKind, LayerBackend
+from ..model.config import AttentionBackend, AttentionKind, IndexerInit, LayerBackend
 
 if TYPE_CHECKING:
     from .config import TrainConfig
@@ -21,6 +22,7 @@ MINIMUMS = {
     "model.rotary_dim": 0,
     "model.rope_theta": 1,
     "model.vocab_size": 1,
+    "model.mtp_layers": 0,
     "model.init_std": 0,
     "attention.block_size": 1,
     "attention.top_k": 1,
@@ -31,18 +33,24 @@ MINIMUMS = {
     "moe.expert_hidden_size": 1,
     "moe.shared_hidden_size": 0,
     "moe.bias_update_rate": 0,
+    "moe.num_groups": 1,
+    "moe.top_groups": 1,
+    "moe.aux_loss_coef": 0,
+    "moe.z_loss_coef": 0,
     "moe.dense_hidden_size": 0,
     "parallel.tensor": 1,
     "parallel.pipeline": 1,
     "parallel.virtual_pipeline": 1,
     "parallel.context": 1,
     "parallel.expert": 1,
+    "parallel.expert_tensor": 1,
     "training.seq_length": 1,
     "training.micro_batch_size": 1,
     "training.global_batch_size": 1,
     "training.total_tokens": 1,
     "training.warmup_tokens": 0,
     "training.kl_coef": 0,
+    "training.mtp_coef": 0,
     "training.seed": 0,
     "training.num_threads": 1,
     "training.eval_every": 0,
@@ -58,6 +66,7 @@ MINIMUMS = {
     "tracking.log_every": 1,
     "tracking.recall_every": 0,
     "tracking.recall_rows": 1,
+    "tracking.moe_layers": 0,
 }
 POSITIVE = (
     "model.norm_eps",
@@ -165,6 +174,12 @@ def _moe(config: TrainConfig) -> Iterator[str]:
     yield from _layer_list("moe.dense_mlp_layers", moe.dense_mlp_layers, config.model.num_layers)
     if moe.top_k > moe.num_experts:
         yield f"moe.top_k ({moe.top_k}) must be at most moe.num_experts ({moe.num_experts})."
+    yield from _expert_groups(config)
+    if moe.force_balance and moe.has_losses:
+        yield (
+            f"moe.aux_loss_coef ({moe.aux_loss_coef}) and moe.z_loss_coef ({moe.z_loss_coef}) have no meaning with "
+            "moe.force_balance=true, where the router chooses nothing. Set them to 0."
+        )
     if bool(moe.dense_mlp_layers) != bool(moe.dense_hidden_size):
         yield (
             f"moe.dense_hidden_size ({moe.dense_hidden_size}) and moe.dense_mlp_layers ({moe.dense_mlp_layers}) go "
@@ -172,13 +187,33 @@ def _moe(config: TrainConfig) -> Iterator[str]:
         )
 
 
+def _expert_groups(config: TrainConfig) -> Iterator[str]:
+    moe = config.moe
+    if moe.num_experts % moe.num_groups:
+        yield (
+            f"moe.num_groups ({moe.num_groups}) must divide moe.num_experts ({moe.num_experts}). "
+            f"Use {_choices(_divisors(moe.num_experts))}."
+        )
+        return
+    if moe.top_groups > moe.num_groups:
+        yield f"moe.top_groups ({moe.top_groups}) must be at most moe.num_groups ({moe.num_groups})."
+    if moe.top_k % moe.top_groups:
+        yield (
+            f"moe.top_groups ({moe.top_groups}) must divide moe.top_k ({moe.top_k}): a group is worth its top_k / "
+            f"top_groups best experts. Use {_choices(_divisors(moe.top_k))}."
+        )
+    open_experts = moe.top_groups * moe.num_experts // moe.num_groups
+    if open_experts < moe.top_k <= moe.num_experts:
+        yield (
+            f"moe.top_groups ({moe.top_groups}) leaves {open_experts} experts open to a token, fewer than moe.top_k "
+            f"({moe.top_k}). Raise moe.top_groups."
+        )
+
+
 def _parallel(config: TrainConfig, world_size: int | None) -> Iterator[str]:
     parallel, layers = config.parallel, config.model.num_layers
-    for key in ("tensor", "context"):
-        if (size := getattr(parallel, key)) > 1:
-            yield f"parallel.{key} ({size}) is not available in this version. Use 1."
-    if parallel.sequence:
-        yield "parallel.sequence has no effect without tensor parallelism. Set it to false."
+    yield from _context(config)
+    yield from _tensor(config)
     if config.moe.num_experts % parallel.expert:
         yield (
             f"parallel.expert ({parallel.expert}) must divide moe.num_experts ({config.moe.num_experts}). "
@@ -198,14 +233,70 @@ def _parallel(config: TrainConfig, world_size: int | None) -> Iterator[str]:
     if world_size is None:
         return
     for name, size in (
-        ("parallel.pipeline", parallel.pipeline),
-        ("parallel.pipeline x parallel.expert", parallel.smallest_world),
+        ("parallel.tensor x parallel.context x parallel.pipeline", parallel.model_ranks),
+        ("parallel.pipeline x parallel.expert x parallel.expert_tensor", parallel.expert_ranks),
     ):
         if world_size % size:
             yield (
                 f"{name} ({size}) must divide the number of processes ({world_size}). Use a product out of "
                 f"{_choices(_divisors(world_size))}, or start another number of processes."
             )
+
+
+def _tensor(config: TrainConfig) -> Iterator[str]:
+    """What tensor parallelism splits: KV groups, vocabulary rows, channels of the MLPs; and tokens, with `sequence`."""
+    parallel, model, moe = config.parallel, config.model, config.moe
+    tensor = parallel.tensor
+    if parallel.expert_tensor not in (1, tensor):
+        yield (
+            f"parallel.expert_tensor ({parallel.expert_tensor}) must be 1 or parallel.tensor ({tensor}). "
+            f"Use {_choices(sorted({1, tensor}))}."
+        )
+    elif moe.expert_hidden_size % parallel.expert_tensor:
+        yield (
+            f"parallel.expert_tensor ({parallel.expert_tensor}) must divide moe.expert_hidden_size "
+            f"({moe.expert_hidden_size}). Use 1."
+        )
+    if tensor == 1:
+        if parallel.sequence:
+            yield "parallel.sequence has no effect without tensor parallelism. Set it to false."
+        return
+    if model.num_kv_heads % tensor:
+        yield (
+            f"parallel.tensor ({tensor}) must divide model.num_kv_heads ({model.num_kv_heads}): a rank has whole KV "
+            f"groups. Use {_choices(_divisors(model.num_kv_heads))}."
+        )
+    for key in ("model.vocab_size", "moe.dense_hidden_size", "moe.shared_hidden_size"):
+        if (size := int(_get(config, key))) % tensor:
+            above = -(-size // tensor) * tensor
+            # a vocabulary must not shrink below the tokenizer's
+            near = {above} if key == "model.vocab_size" else {above, max(above - tensor, tensor)}
+            yield f"{key} ({size}) must be a multiple of parallel.tensor ({tensor}). Use {_choices(sorted(near))}."
+    if config.spec.moe_layers and not parallel.sequence:
+        yield (
+            f"parallel.tensor ({tensor}) with MoE layers needs parallel.sequence: every rank would route every token. "
+            "Set parallel.sequence=true."
+        )
+
+
+def _context(config: TrainConfig) -> Iterator[str]:
+    """What splits the tokens of a micro-batch: two chunks for each context rank, then equal parts with `sequence`."""
+    parallel, training = config.parallel, config.training
+    if parallel.context > 1 and config.model.mtp_layers:
+        yield (
+            f"parallel.context ({parallel.context}) with model.mtp_layers ({config.model.mtp_layers}) is not available "
+            "in this version: MTP would look ahead across the ranks' borders. Set one of them to 1 or 0."
+        )
+    parts = 2 * parallel.context if parallel.context > 1 else 1
+    name = "2 x parallel.context" if parallel.context > 1 else "parallel.tensor"
+    if parallel.sequence:
+        parts = math.lcm(parts, parallel.context * parallel.tensor)
+        name = "2 x parallel.context and parallel.context x parallel.tensor" if parallel.context > 1 else name
+    if (tokens := training.micro_batch_size * training.seq_length) % parts:
+        yield (
+            f"training.micro_batch_size x training.seq_length ({tokens}) must be a multiple of {name}, which takes "
+            f"{parts}. Use training.seq_length={-(-training.seq_length // parts) * parts}."
+        )
 
 
 def splits_evenly(num_layers: int, pipeline: int, virtual_pipeline: int) -> bool:
@@ -233,6 +324,31 @@ def _training(config: TrainConfig) -> Iterator[str]:
         yield f"training.eval_every ({training.eval_every}) needs data.valid."
     if training.resume not in ("auto", "none") and not Path(training.resume).is_dir():
         yield f"training.resume ({training.resume}) is neither auto, none, nor a checkpoint folder."
+    yield from _init_from(config)
+
+
+def _init_from(config: TrainConfig) -> Iterator[str]:
+    training, attention = config.training, config.attention
+    # a run that continues does not read it again, so it may be gone
+    begun = config.dry_run or (Path(config.run.dir) / config.run.name / "checkpoints").is_dir()
+    if training.init_from and not begun and not Path(training.init_from).is_dir():
+        yield f"training.init_from ({training.init_from}) is not a folder. Name a checkpoint or a folder of them."
+    if training.init_from and training.resume not in ("auto", "none"):
+        yield (
+            f"training.init_from ({training.init_from}) has no effect beside training.resume ({training.resume}), "
+            "which brings all weights. Leave one out."
+        )
+    if attention.indexer_init is IndexerInit.random:
+        return
+    if attention.kind is AttentionKind.dense:
+        yield "attention.indexer_init=from_attention has no effect with attention.kind=dense, which has no indexer."
+    if not training.init_from:
+        yield "attention.indexer_init=from_attention needs trained attention. Set training.init_from, or use random."
+    if attention.index_dim != config.model.head_dim:
+        yield (
+            f"attention.indexer_init=from_attention needs attention.index_dim ({attention.index_dim}) equal to "
+            f"model.head_dim ({config.model.head_dim}). Change one, or use random."
+        )
 
 
 def _ramp(config: TrainConfig) -> Iterator[str]:
@@ -248,7 +364,7 @@ def _ramp(config: TrainConfig) -> Iterator[str]:
 
 def _batches(config: TrainConfig, world_size: int) -> Iterator[str]:
     training, parallel = config.training, config.parallel
-    data_parallel = world_size // parallel.pipeline
+    data_parallel = parallel.data_parallel(world_size)
     rows = training.micro_batch_size * data_parallel
     for key in ("global_batch_size", "eval_samples"):
         if (size := getattr(training, key)) % rows:

@@ -40,6 +40,8 @@ class TrainingConfig:
     """Indexer warm-up budget (dense attention, KL over the full sequence); in the paper 40B, written 40_000_000_000."""
     kl_coef: float = 1.0
     """Lambda of the KL loss. With the detach and Adam only eps and the clip feel it: tune optim.indexer_lr instead."""
+    mtp_coef: float = 0.1
+    """Factor on the MTP loss, the mean over depths of each depth's mean over its targets."""
     seed: int
     deterministic: bool = True
     num_threads: int
@@ -48,6 +50,9 @@ class TrainingConfig:
     recompute: Recompute = Recompute.none
     resume: str = "auto"
     """`auto`: the newest complete checkpoint of this run, if any; `none`: start anew; or a checkpoint folder."""
+    init_from: str = ""
+    """Weights of a new run: a checkpoint, or the `checkpoints` folder of another run. Only index branches may be
+    missing there (continued pretraining of a dense model). A run with a checkpoint of its own continues from that."""
     eval_every: int
     """Steps between validations; one more at the end and two at the warm-up -> sparse switch. 0: none."""
     eval_samples: int
@@ -109,6 +114,8 @@ class TrackingConfig:
     """Steps between measurements of the selection on training rows (validation always measures it); 0: never."""
     recall_rows: int = 256
     """Query rows sampled for each measurement of the selection."""
+    moe_layers: int = 8
+    """MoE layers whose expert load is logged one by one, evenly spread; the worst of all is always logged."""
 
 
 @dataclass(kw_only=True)

@@ -76,6 +76,8 @@ class ProgressLine:
         """The text of the line, from the values seen so far."""
         last, width = self._last, len(f"{self._total_steps:,}")
         parts = [f"step {step:>{width},}/{self._total_steps:,}"]
+        if "moe/forced_balance" in last:
+            parts.append("FORCED BALANCE")
         if "train/phase" in last:
             parts.append(f"{last['train/phase']:<6}")
         if "train/tokens" in last:
@@ -130,6 +132,8 @@ def summary_rows(summary: RunSummary) -> list[tuple[str, str]]:
         ("long rows, which the recalls count", _number(recall.long_row_fraction)),
         ("recalls measured on", recall.source),
     ]
+    if s.forced_balance:
+        rows.append(("FORCED BALANCE", "experts chosen in turn: this run measures speed, its losses mean nothing"))
     if s.nonfinite_losses:
         rows.append(("records with a non-finite loss", f"{s.nonfinite_losses:,}"))
     return rows

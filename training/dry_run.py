@@ -1,11 +1,12 @@
 """What a dry run prints: the resolved config, parameters, tokens per step and the memory that weights will take."""
 
-from ..model.config import ModelSpec, Precision
+from ..model.config import ModelSpec
 from ..model.flops import step_flops
-from ..model.parameters import attention_parameters, count_parameters, index_parameters, mlp_parameters
-from .checks import splits_evenly
+from ..model.parameters import count_parameters, index_parameters
 from .config import TrainConfig, to_dict, to_yaml
 from .phases import phase_at
+from .planner.stages import Layout, held_by_chunk, together
+from .planner.states import states_of
 from .redaction import redact
 
 GIB = 2**30
@@ -29,13 +30,14 @@ def report(config: TrainConfig, world_size: int) -> str:
             "  active outside the embeddings",
             f"{counts.active_outside_embeddings:,} ({_billions(counts.active_outside_embeddings)})",
         ),
+        *([("  MTP layers", f"{counts.mtp:,}")] if counts.mtp else []),
         ("  embedding + head", f"{counts.embedding + counts.head:,}"),
         ("  experts", f"{counts.experts:,}"),
         ("tokens per step", f"{config.tokens_per_step:,}"),
         ("steps", f"{config.total_steps:,}"),
         ("  of them warm-up", f"{-(-training.warmup_tokens // config.tokens_per_step):,}"),
         (f"FLOPs per token ({end.name})", f"{step_flops(spec, lengths, end) / config.tokens_per_step:.4g}"),
-        ("GPUs", f"{world_size:,} (data parallel {world_size // config.parallel.pipeline:,})"),
+        ("GPUs", f"{world_size:,} (data parallel {config.parallel.data_parallel(world_size):,})"),
         *memory_rows(spec, world_size),
     ]
     width = max(len(label) for label, _ in rows)
@@ -51,62 +53,11 @@ def memory_rows(spec: ModelSpec, world_size: int) -> list[tuple[str, str]]:
 
 
 def memory_of_states(spec: ModelSpec, world_size: int) -> dict[str, float]:
-    """Bytes of weights, gradients and optimizer states on the fullest pipeline stage.
-
-    Weights in the training precision, gradients in fp32; Adam's moments (and fp32 main weights under bf16) are sharded
-    over the ranks that hold copies: all data-parallel ranks for dense parameters, fewer by `parallel.expert` for
-    experts.
-    """
-    data_parallel = world_size // spec.parallel.pipeline
-    copies = data_parallel // spec.parallel.expert
-    bf16 = spec.precision is Precision.bf16
-    weight, state = (2, 12) if bf16 else (4, 8)
-    stages = [_stage(spec, layers) for layers in stage_layers(spec)]
-    dense, experts = max(
-        ((dense, experts / spec.parallel.expert) for dense, experts in stages),
-        key=lambda stage: sum(stage),
-    )
-    return {
-        "weights": (dense + experts) * weight,
-        "gradients": (dense + experts) * 4,
-        "optimizer": dense * state / data_parallel + experts * state / copies,
-    }
-
-
-def stage_layers(spec: ModelSpec) -> list[list[int | str]]:
-    """What each pipeline stage holds, its virtual stages together: 0-based layers, 'embedding', 'head'."""
-    parallel, num_layers = spec.parallel, spec.model.num_layers
-    chunks = parallel.pipeline * parallel.virtual_pipeline
-    assert splits_evenly(num_layers, parallel.pipeline, parallel.virtual_pipeline)
-    slots: list[int | str] = ["embedding", *range(num_layers), "head"]
-    if num_layers % chunks == 0:  # embedding and head come on top of the first and last chunk
-        size = num_layers // chunks
-        split = [slots[1:-1][i * size : (i + 1) * size] for i in range(chunks)]
-        split[0] = ["embedding", *split[0]]
-        split[-1] = [*split[-1], "head"]
-    else:
-        size = len(slots) // chunks
-        split = [slots[i * size : (i + 1) * size] for i in range(chunks)]
-    stages = (split[stage :: parallel.pipeline] for stage in range(parallel.pipeline))
-    return [[slot for chunk in stage for slot in chunk] for stage in stages]
-
-
-def _stage(spec: ModelSpec, slots: list[int | str]) -> tuple[int, int]:
-    """(dense parameters, expert parameters) of one stage, before expert parallelism."""
-    model, moe = spec.model, spec.moe
-    size = model.hidden_size
-    dense = experts = 0
-    for slot in slots:
-        if isinstance(slot, str):
-            dense += model.vocab_size * size + (size if slot == "head" else 0)
-            continue
-        dense += attention_parameters(spec) + 2 * size + (index_parameters(spec) if spec.is_msa(slot) else 0)
-        if spec.is_moe(slot):
-            dense += moe.num_experts * size + mlp_parameters(size, moe.shared_hidden_size)
-            experts += moe.num_experts * mlp_parameters(size, moe.expert_hidden_size)
-        else:
-            dense += mlp_parameters(size, moe.dense_hidden_size)
-    return dense, experts
+    """Bytes of weights, gradients and optimizer states on the fullest pipeline stage, as the planner counts them."""
+    layout = Layout(spec.parallel, world_size)
+    stages = (states_of(spec, layout, together(chunks)) for chunks in held_by_chunk(spec))
+    fullest = max(stages, key=lambda states: states.total)
+    return {kind: sum(getattr(fullest, kind).values()) for kind in ("weights", "gradients", "optimizer")}
 
 
 def _billions(number: int) -> str:

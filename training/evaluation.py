@@ -57,6 +57,7 @@ def evaluation_metrics(name: str, sums: StepSums, spec: ModelSpec) -> dict[str, 
 def indexer_metrics(sums: StepSums, spec: ModelSpec, kl_coef: float) -> dict[str, float]:
     """`indexer/...` of one training step of a model with MSA layers: the exact KL and, on sampled rows, the quality."""
     groups = spec.model.num_kv_heads
+    # an MTP layer's number is past the decoder's; its KL is logged apart and not part of the mean
     layers = {f"indexer/kl/layer_{layer}": sums.mean_kl(layer, groups) for layer in sums.kl}
     weighted = kl_coef * sum(layers.values())
     total = sums.mean_lm_loss + weighted

@@ -26,6 +26,9 @@ def train(config: TrainConfig, overrides: list[str]) -> None:
         raise ConfigError(["attention.backend=triton needs a CUDA GPU, and torch sees none. Use reference."])
     if config.training.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it once; torch insists on it
+    if config.parallel.tensor > 1:
+        # Megatron counts on it to start a collective before the product that hides it; CUDA reads it once
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     start = time.perf_counter()
     with distributed(), model_parallel(config.parallel, config.training.seed):
         folder = RunFolder(config)

@@ -65,13 +65,23 @@ _RECALL = {
     "score_recall_skill": "(score recall - random) / (1 - random): 0 is chance, 1 is perfect",
     "captured_mass": "full-attention mass on the selected blocks",
 }
+# Expert loads of a step's global batch: description, unit, how the layers combine.
+_LOADS = {
+    "max_over_mean_load": ("tokens of the busiest expert over the mean", "ratio", "worst layer"),
+    "min_over_mean_load": ("tokens of the idlest expert over the mean", "ratio", "worst layer"),
+    "load_std": ("standard deviation of the experts' tokens over the mean", "ratio", "worst layer"),
+    "dead_experts": ("experts that got no token", "experts", "summed over layers"),
+    "bias_range": ("largest minus smallest expert bias", "1", "worst layer"),
+}
 _LONG_ROWS = ("share of rows with more than k visible blocks, the only rows that the recalls count", "fraction")
 
 # name: (description, unit, reduction). Losses, KLs and recalls are ratios of sums over all ranks (a mean of the ranks'
 # ratios would weigh unequal row counts alike): divided after their sums are reduced, they arrive equal everywhere.
 _ROWS: dict[str, tuple[str, str, Reduction]] = {
     "train/lm_loss": ("language-model loss", "nats/token", LAST),
-    "train/loss": ("LM loss + kl_coef x KL summed over layers", "nats/token", LAST),
+    "train/loss": ("LM + kl_coef x KL summed over layers + moe/weighted_losses + mtp_coef x MTP", "nats/token", LAST),
+    "train/mtp_loss": ("loss of the tokens further ahead, mean over depths", "nats/token", LAST),
+    "train/mtp_loss/depth_<i>": ("loss of the token i after the next, i = 1, 2, ...", "nats/token", LAST),
     "train/tokens": ("tokens consumed since the start: samples x length, padding included", "tokens", LAST),
     "train/samples": ("samples consumed since the start", "samples", LAST),
     "train/step": ("optimizer steps since the start", "steps", LAST),
@@ -91,11 +101,10 @@ _ROWS: dict[str, tuple[str, str, Reduction]] = {
     "indexer/local_fraction": ("P_idx mass in the local block", "fraction", LAST),
     "indexer/sink_fraction": ("P_idx mass in the first block of the document", "fraction", LAST),
     "indexer/long_row_fraction": (*_LONG_ROWS, LAST),
-    "moe/max_over_mean_load": ("tokens of the busiest expert over the mean, worst layer", "ratio", MAX),
-    "moe/max_over_mean_load/layer_<i>": ("tokens of the busiest expert over the mean, one layer", "ratio", LAST),
-    "moe/dead_experts": ("experts that got no token, summed over layers", "experts", LAST),
-    "moe/dead_experts/layer_<i>": ("experts that got no token, one layer", "experts", LAST),
-    "moe/bias_range": ("largest minus smallest expert bias, worst layer", "1", MAX),
+    "moe/aux_loss": ("sequence balance loss, mean over tokens and layers: 1 is balance", "1", LAST),
+    "moe/z_loss": ("logsumexp(router logits)^2, mean over tokens and layers", "1", LAST),
+    "moe/weighted_losses": ("both with their factors, summed over layers: their part of train/loss", "1", LAST),
+    "moe/forced_balance": ("1: experts are chosen in turn (moe.force_balance), so no loss means anything", "1", LAST),
     "perf/tokens_per_s_per_gpu": ("training throughput of one GPU", "tokens/s", MEAN),
     "perf/tflops_per_gpu": ("work really done in this phase, of one GPU", "TFLOP/s", MEAN),
     "perf/mfu": ("tflops_per_gpu over the dense peak of the GPU", "fraction", MEAN),
@@ -110,6 +119,9 @@ _ROWS: dict[str, tuple[str, str, Reduction]] = {
     "eval/<set>/long_row_fraction": (*_LONG_ROWS, LAST),
     "eval/ruler/<task>_<len>": ("score of a RULER task at one context length", "fraction", LAST),
 }
+for _name, (_description, _unit, _over_layers) in _LOADS.items():
+    _ROWS[f"moe/{_name}"] = (f"{_description}; {_over_layers}", _unit, LAST)
+    _ROWS[f"moe/{_name}/layer_<i>"] = (f"{_description}; one layer", _unit, LAST)
 for _name, _description in _RECALL.items():
     _ROWS[f"indexer/{_name}"] = (_description, "fraction", LAST)
     _ROWS[f"indexer/{_name}/layer_<i>"] = (f"{_description}; one layer", "fraction", LAST)

@@ -1,7 +1,7 @@
 """One step: forward and backward over its micro-batches through Megatron's schedules, and what they add up to."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -9,13 +9,15 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
 from ..data.packing import PackedBatch
-from ..kernels import SelectionQuality
+from ..kernels import Segments, SelectionQuality
 from ..model.config import ModelSpec, Phase
-from ..model.context import AttentionContext, Measurements
-from ..model.parallel import data_group, device
+from ..model.context import AttentionContext, Measurements, shift_left
+from ..model.gpt import routers
+from ..model.parallel import data_group, device, model_group
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class StepSums:
     """Layer -> sum over valid rows and groups, nats."""
     quality: dict[int, SelectionQuality]
     """Layer -> measures of the selection on the sampled rows; empty when none were sampled."""
+    mtp_losses: list[float]
+    """By MTP depth: mean over its targets, nats; zeros in validation, which leaves MTP out."""
 
     @property
     def mean_lm_loss(self) -> float:
@@ -45,6 +49,7 @@ class StepPlan:
 
     phase: Phase
     kl_coef: float = 0.0
+    mtp_coef: float = 0.0
     sample_rows: int = 0
     """About how many query rows of the global batch have their selection measured."""
     forward_only: bool = False
@@ -58,26 +63,51 @@ def run_micro_batches(
     Two denominators: LM tokens and valid rows are counted before the first backward, since Megatron divides every
     gradient by the LM tokens afterwards and the KL must come out divided by (valid rows x groups) instead.
     """
+    num_tokens = batches[0].tokens.numel()
+    context_rank = parallel_state.get_context_parallel_rank()
+    batches = [batch.share(context_rank, spec.parallel.context) for batch in batches]
+    ahead = [mtp_targets(spec, batch) for batch in batches]
     counts = torch.tensor(
-        [sum(batch.num_target_tokens for batch in batches), sum(batch.num_valid_rows for batch in batches)],
+        [
+            sum(batch.num_target_tokens for batch in batches),
+            sum(batch.num_valid_rows for batch in batches),
+            *(sum(int(targets[depth].sum()) for targets in ahead) for depth in range(spec.model.mtp_layers)),
+        ],
         dtype=torch.int64,
         device=device(),
     )
     dist.all_reduce(counts, group=data_group())
-    lm_tokens, valid_rows = counts.tolist()
+    lm_tokens, valid_rows, *num_mtp_targets = counts.tolist()
     measurements = Measurements()
     values = dict(
         phase=plan.phase,
         kl_weight=plan.kl_coef * lm_tokens / max(valid_rows * spec.model.num_kv_heads, 1),
         measurements=measurements,
+        mtp_weights=[plan.mtp_coef * lm_tokens / max(number * spec.model.mtp_layers, 1) for number in num_mtp_targets],
     )
     share = plan.sample_rows / max(valid_rows, 1)
+    for _, router in routers(chunks):
+        router.loss_weight = lm_tokens / max(valid_rows, 1)
 
-    def forward_step(batch_iterator: Iterator[PackedBatch], model: nn.Module) -> tuple[Tensor, Any]:
-        batch = next(batch_iterator).to(device())
-        rows = sampled_rows(batch, share) if plan.sample_rows else None
-        context = AttentionContext.build(spec, batch.segments, batch.positions[0], quality_rows=rows, **values)
-        padding = ~batch.segments.query_mask(device())[None] if batch.num_valid_rows < batch.tokens.numel() else None
+    def forward_step(
+        batch_iterator: Iterator[tuple[PackedBatch, list[Tensor]]], model: nn.Module
+    ) -> tuple[Tensor, Any]:
+        batch, targets = next(batch_iterator)
+        batch, numbers = batch.to(device()), documents(batch.segments, device())
+        context = AttentionContext.build(
+            spec,
+            batch.segments,
+            batch.positions[0],
+            quality_rows=sampled_rows(batch, share) if plan.sample_rows else None,
+            documents=numbers,
+            mtp_targets=[mask.to(device()) for mask in targets],
+            **values,
+        )
+        padding = numbers[None]
+        if spec.parallel.sequence and not get_attr_wrapped_model(model, "pre_process"):
+            # Megatron hands each rank its share of the mask on the first pipeline stage only
+            rank = parallel_state.get_tensor_model_parallel_rank()
+            padding = padding.chunk(spec.parallel.tensor, dim=1)[rank]
         losses = model(
             batch.tokens,
             batch.positions,
@@ -91,15 +121,38 @@ def run_micro_batches(
     outputs = get_forward_backward_func()(
         forward_step_func=forward_step,
         # every virtual stage reads each micro-batch once
-        data_iterator=[iter(batches) for _ in chunks],
+        data_iterator=[zip(batches, ahead, strict=True) for _ in chunks],
         model=list(chunks),
         num_microbatches=len(batches),
-        seq_length=batches[0].tokens.numel(),
+        seq_length=num_tokens,
         micro_batch_size=1,
         forward_only=plan.forward_only,
     )
     lm_loss = torch.stack([output["lm_loss"] for output in outputs]).sum() if outputs else None
-    return _reduce(spec, measurements, lm_loss, lm_tokens, valid_rows, bool(plan.sample_rows))
+    return _reduce(spec, measurements, lm_loss, lm_tokens, valid_rows, num_mtp_targets, bool(plan.sample_rows))
+
+
+def mtp_targets(spec: ModelSpec, batch: PackedBatch) -> list[Tensor]:
+    """By MTP depth, [1, t]: the LM loss mask so many tokens on in each document."""
+    numbers, masks = documents(batch.segments, "cpu"), [batch.loss_mask]
+    for _ in spec.mtp_layers:
+        masks.append(shift_left(masks[-1], numbers))
+    return masks[1:]
+
+
+def documents(segments: Segments, place: torch.device | str) -> Tensor:
+    """int32 [t] on `place`: a number for each row's document, its first key row; -1 for padding.
+
+    Context-parallel ranks that share a document have the same number for it.
+    """
+
+    def build() -> Tensor:
+        numbers = torch.full((segments.num_queries,), -1, dtype=torch.int32)
+        for start, length, first_key, _ in segments.rows:
+            numbers[start : start + length] = first_key
+        return numbers
+
+    return segments.cached("documents", place, build)
 
 
 def sampled_rows(batch: PackedBatch, share: float) -> Tensor:
@@ -122,27 +175,55 @@ def _reduce(
     lm_loss: Tensor | None,
     lm_tokens: int,
     valid_rows: int,
+    num_mtp_targets: list[int],
     has_quality: bool,
 ) -> StepSums:
-    """Sum over data-parallel ranks and pipeline stages; a stage without the loss or an MSA layer adds zeros."""
+    """Sum over data-parallel ranks and over the parts of the model.
+
+    A stage without the loss or an MSA layer adds zeros. A tensor-parallel rank adds the KL and the quality of its KV
+    groups; what all of them know, the loss and the number of rows, is added by the first.
+    """
     layers, groups, place = spec.msa_layers, spec.model.num_kv_heads, device()
+    with_kl, depths = [*layers, *filter(spec.is_msa, spec.mtp_layers)], spec.model.mtp_layers
     none = SelectionQuality.zeros(groups, place)
+    is_first = parallel_state.get_tensor_model_parallel_rank() == 0
+    if lm_loss is None or not is_first:
+        lm_loss = torch.zeros((), dtype=torch.float64)
+    mtp_losses = measurements.mtp_loss if is_first else {}
     parts = [
-        lm_loss.reshape(1).to(place) if lm_loss is not None else torch.zeros(1, dtype=torch.float64, device=place),
-        *(measurements.kl.get(layer, none.kl.new_zeros(())).reshape(1) for layer in layers),
+        lm_loss.reshape(1).to(place),
+        *(measurements.kl.get(layer, none.kl.new_zeros(())).reshape(1) for layer in with_kl),
+        *(mtp_losses.get(depth, none.kl.new_zeros(())).reshape(1) for depth in range(depths)),
     ]
     if has_quality:
-        parts += [measurements.quality.get(layer, none).to_vector() for layer in layers]
+        local = {layer: _among_all_groups(quality, groups) for layer, quality in measurements.quality.items()}
+        parts += [local.get(layer, none).to_vector() for layer in layers]
     sums = torch.cat(parts)
     dist.all_reduce(sums, group=data_group())
-    dist.all_reduce(sums, group=parallel_state.get_pipeline_model_parallel_group())
+    dist.all_reduce(sums, group=model_group())
     sums = sums.cpu()
     size = none.to_vector().numel()
-    qualities = sums[1 + len(layers) :].split(size) if has_quality else []
+    head, ahead, rest = sums.split([1 + len(with_kl), depths, len(sums) - 1 - len(with_kl) - depths])
+    qualities = rest.split(size) if has_quality else []
     return StepSums(
         lm_loss=sums[0].item(),
         lm_tokens=lm_tokens,
         valid_rows=valid_rows,
-        kl=dict(zip(layers, sums[1 : 1 + len(layers)].tolist(), strict=True)),
+        kl=dict(zip(with_kl, head[1:].tolist(), strict=True)),
         quality={layer: SelectionQuality.from_vector(vector) for layer, vector in zip(layers, qualities, strict=False)},
+        mtp_losses=[loss / max(number, 1) for loss, number in zip(ahead.tolist(), num_mtp_targets, strict=True)],
     )
+
+
+def _among_all_groups(quality: SelectionQuality, num_groups: int) -> SelectionQuality:
+    """The sums of this rank's KV groups at their places among all `num_groups`, zeros elsewhere; rows count once."""
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    values: dict[str, Any] = {}
+    for entry in fields(quality):
+        value = getattr(quality, entry.name)
+        if isinstance(value, Tensor):
+            values[entry.name] = value.new_zeros(num_groups)
+            values[entry.name][rank * len(value) : (rank + 1) * len(value)] = value
+        else:
+            values[entry.name] = value if rank == 0 else 0
+    return SelectionQuality(**values)

@@ -74,6 +74,8 @@ class RunSummary:
     """Validation loss with full attention, same weights as `switch_sparse_loss`."""
     switch_sparse_loss: float | None
     recall: RecallValues
+    forced_balance: bool
+    """Experts were chosen in turn at some step (moe.force_balance)."""
 
     @property
     def switch_relative_difference(self) -> float | None:
@@ -172,6 +174,7 @@ def summarize(history: History) -> RunSummary:
         switch_dense_loss=evaluation[1],
         switch_sparse_loss=evaluation[2],
         recall=_last_recall(history, eval_set),
+        forced_balance=any(r.get("moe/forced_balance") for r in records),
     )
 
 

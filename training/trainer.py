@@ -20,6 +20,7 @@ from .config import TrainConfig, to_dict
 from .console import ProgressLine
 from .datasets import build_datasets, data_order
 from .evaluation import evaluate, evaluation_metrics, indexer_metrics
+from .init_from import init_weights
 from .optim import LearningRates, build_optimizer, clip_and_step, wrap_with_ddp
 from .phases import phase_at
 from .run_folder import RunFolder
@@ -52,13 +53,18 @@ class Trainer:
             # its default also fills every new tensor, which costs 7% here and only shows reads of unwritten memory
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # no stub
         self.chunks = wrap_with_ddp(build_model(self.spec, config.training.seq_length))
+        checkpoint = self._checkpoint_to_resume()
+        if checkpoint is None and config.training.init_from:
+            init_weights(Path(config.training.init_from), self.chunks, self.spec)
         self.optimizer = build_optimizer(self.chunks, self.spec, config.optim)
         self.rates = LearningRates(self.optimizer, config.optim, config.training)
         self.dp_rank = parallel_state.get_data_parallel_rank()
         self.dp_size = parallel_state.get_data_parallel_world_size()
-        self.state, self.wandb_run_id = self._resume()
+        self.state, self.wandb_run_id = self._resume(checkpoint)
         self.train_data, self.valid_data = build_datasets(config)
         self.total_steps = config.total_steps
+        if config.moe.force_balance:
+            logger.warning("moe.force_balance=true: experts are chosen in turn, not by the router. For speed alone.")
         self._step_s: float | None = None  # running mean, for the time left
         self.metrics: MetricsWriter | None = self._build_metrics() if torch.distributed.get_rank() == 0 else None
         self.console = ProgressLine(self.total_steps, num_gpus=torch.distributed.get_world_size())
@@ -112,7 +118,10 @@ class Trainer:
         step = state.step + 1
         measured = tracking.recall_every and step % tracking.recall_every == 0 and self.spec.msa_layers
         plan = StepPlan(
-            phase=phase, kl_coef=config.training.kl_coef, sample_rows=tracking.recall_rows if measured else 0
+            phase=phase,
+            kl_coef=config.training.kl_coef,
+            mtp_coef=config.training.mtp_coef,
+            sample_rows=tracking.recall_rows if measured else 0,
         )
         num_samples = config.batch_size_at(state.consumed_samples)
         num_tokens = num_samples * config.training.seq_length
@@ -124,7 +133,13 @@ class Trainer:
         limits = {"backbone": config.optim.clip_norm, "indexer": config.optim.indexer_clip_norm}
         outcome = clip_and_step(self.optimizer, limits)
         raise_if_not_finite()  # the index scores of this step, where the norms have waited for the GPU anyway
-        load = balance_experts(self.chunks, self.spec, applied=outcome.applied)
+        load = balance_experts(
+            self.chunks,
+            self.spec,
+            applied=outcome.applied,
+            valid_rows=sums.valid_rows,
+            num_layers_logged=tracking.moe_layers,
+        )
         state.step = step
         state.tokens_before_step = state.consumed_tokens
         state.consumed_tokens += num_tokens
@@ -134,7 +149,7 @@ class Trainer:
             logger.warning("step %d skipped: gradient norms %s are not finite", step, outcome.norms)
         if step % tracking.log_every and not measured:
             return
-        values = {
+        values: dict[str, Any] = {
             "train/lm_loss": sums.mean_lm_loss,
             "train/phase": phase.name,
             "optim/lr": rates["backbone"],
@@ -149,6 +164,18 @@ class Trainer:
                 "optim/indexer_grad_norm": outcome.norms["indexer"],
                 **indexer_metrics(sums, self.spec, config.training.kl_coef),
             }
+        if load.get("moe/aux_loss", 1.0) < 0.9:
+            logger.warning(
+                "step %d: moe/aux_loss is %.3f; 1 is balance: scores lean away from the loads they make.",
+                step,
+                load["moe/aux_loss"],
+            )
+        values["train/loss"] = values.get("train/loss", sums.mean_lm_loss) + load.get("moe/weighted_losses", 0.0)
+        if sums.mtp_losses:
+            mtp_loss = sum(sums.mtp_losses) / len(sums.mtp_losses)
+            values |= {f"train/mtp_loss/depth_{depth}": loss for depth, loss in enumerate(sums.mtp_losses, start=1)}
+            values |= {"train/mtp_loss": mtp_loss}
+            values["train/loss"] += config.training.mtp_coef * mtp_loss
         self._log(values)
 
     def _speed(self, seconds: float, num_tokens: int, batches: list[PackedBatch], phase: Phase) -> dict[str, float]:
@@ -216,11 +243,13 @@ class Trainer:
         self.metrics.log(state.step, state.consumed_tokens, values)
         self.console.update(state.step, values)
 
-    def _resume(self) -> tuple[TrainState, str | None]:
+    def _checkpoint_to_resume(self) -> Path | None:
         resume = self.config.training.resume
-        path = find_checkpoint(self.folder.checkpoints) if resume == "auto" else None
-        if resume not in ("auto", "none"):
-            path = Path(resume)
+        if resume == "auto":
+            return find_checkpoint(self.folder.checkpoints)
+        return None if resume == "none" else Path(resume)
+
+    def _resume(self, path: Path | None) -> tuple[TrainState, str | None]:
         if path is None:
             return TrainState(), None
         loaded = load_checkpoint(path, self.chunks, self.optimizer, data_order=data_order(self.config))

@@ -14,7 +14,19 @@ from msa_pretrain.data.prepare import write_indexed_dataset
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
-from plans import ALONE, CUTS, LAYOUTS, RAMP, RESUMED  # noqa: E402  (scripts beside the tests, not a package)
+from plans import (  # noqa: E402  (scripts beside the tests, not a package)
+    ALONE,
+    CUTS,
+    FOUR_PROCESSES,
+    LAYOUTS,
+    MTP,
+    MTP_LAYOUTS,
+    RAMP,
+    RESUMED,
+    SHARED_SAMPLES,
+    VARIANT_LAYOUTS,
+    VARIANTS,
+)
 from walker import Run  # noqa: E402
 
 
@@ -39,7 +51,7 @@ class Launcher:
         command = [sys.executable, "-W", "ignore", *launcher, str(HERE / "walker.py"), str(self.directory), str(plan)]
         log = plan.with_suffix(".log")  # a file: a pipe would wait for every process that a killed job leaves behind
         with log.open("w") as file:
-            done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, timeout=200, check=False)
+            done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, timeout=500, check=False)
         if killed:
             assert done.returncode == -9 or "SIGKILL" in log.read_text(), log.read_text()[-3000:]
         elif done.returncode:
@@ -61,13 +73,19 @@ def launcher(tmp_path_factory) -> Launcher:
 def walked(launcher):
     """All jobs, once."""
     long = dict(steps=20, warmup_steps=10)
+    # tensor parallelism sends many messages: twelve steps of the twenty
+    cut_long = dict(stop_before=13, save_at=[11], **long)
+    short = dict(steps=4, warmup_steps=2, padded=True)
     launcher.launch(
         1,
         [
-            Run("one", **long),
+            Run("one", save_at=[11], **long),
             *(Run(name, overrides, **long) for name, overrides in ALONE.items()),
+            *(Run(name, overrides, **short) for name, overrides in VARIANTS.items()),
             Run("whole_5", warmup_steps=5, save_at=[5]),
             Run("whole_7", warmup_steps=7),
+            Run("idle_one", favour_first_half=True),
+            Run("mtp_one", MTP),
             Run("ramp_whole", RAMP),
             Run("ramp_cut", RAMP, "ramp", save_at=[4], stop_before=6),
         ],
@@ -82,9 +100,15 @@ def walked(launcher):
     launcher.launch(
         2,
         [
-            *(Run(name, overrides, **long) for name, overrides in LAYOUTS.items()),
+            *(
+                Run(name, overrides, **(cut_long if name in SHARED_SAMPLES else long))
+                for name, overrides in LAYOUTS.items()
+            ),
+            *(Run(name, VARIANTS[of] + overrides, **short) for name, (of, overrides) in VARIANT_LAYOUTS.items()),
             *(Run(f"{name}_whole", overrides) for name, overrides in RESUMED.items()),
             Run("nan", nan_at=3),
+            *(Run(name, overrides, save_at=[5]) for name, overrides in MTP_LAYOUTS.items()),
+            Run("idle", LAYOUTS["ep2_alltoall"], favour_first_half=True),
             Run("batched_p2p", LAYOUTS["pp2_vpp2"], steps=3, warmup_steps=3, batched_p2p=True),
         ],
     )
@@ -102,7 +126,11 @@ def walked(launcher):
             Run("ep2_to_dp2", [], load=checkpoint["ep2"], **loaded),
             Run("dp2_to_ep2", RESUMED["ep2"], load=checkpoint["dp2"], **loaded),
             Run("dp2_to_pp2", RESUMED["pp2"], load=checkpoint["dp2"], **loaded),
+            Run("dp2_to_tp2", RESUMED["tp2"], load=checkpoint["dp2"], **loaded),
         ],
+    )
+    launcher.launch(
+        4, [Run(name, VARIANTS[of] + overrides, **short) for name, (of, overrides) in FOUR_PROCESSES.items()]
     )
     launcher.launch(
         1,
@@ -110,6 +138,7 @@ def walked(launcher):
             *(Run(name, warmup_steps=warmup) for name, (warmup, _) in CUTS.items()),
             Run("ramp", RAMP),
             *(Run(f"{name}_to_one", load=checkpoint[name], **loaded) for name in RESUMED),
+            *(Run(f"{name}_to_one", MTP, load=str(launcher.checkpoint(name, 5))) for name in MTP_LAYOUTS),
         ],
         torchrun=False,
     )

@@ -1,18 +1,64 @@
 """The layouts and cuts that the walker goes through."""
 
 P = "parallel."
+TP2 = [P + "tensor=2", P + "sequence=true"]
 LAYOUTS = {
     "dp2": [],
     "ep2_alltoall": [P + "expert=2"],
     "ep2_allgather": [P + "expert=2", P + "dispatcher=allgather"],
     "pp2": [P + "pipeline=2"],
     "pp2_vpp2": [P + "pipeline=2", P + "virtual_pipeline=2"],
+    "tp2": TP2,
+    "tp2_ep2_recompute": [*TP2, P + "expert=2", "training.recompute=full"],
+    "tp2_etp2_allgather": [*TP2, P + "expert_tensor=2", P + "dispatcher=allgather"],
+    "cp2": [P + "context=2"],
+    "cp2_ep2_recompute": [P + "context=2", P + "expert=2", "training.recompute=full"],
+}
+# Ranks work on one sample together.
+SHARED_SAMPLES = [name for name in LAYOUTS if name.startswith(("tp2", "cp2"))]
+OFTEN = "tracking.recall_every=2"
+# Other models, trained by one process and in the layouts below. A pipeline stage without MSA comes first or last.
+VARIANTS = {
+    "late_msa": [
+        "attention.full_layers=[0,1]",
+        "attention.detach=false",
+        "model.qk_norm=full_vector",
+        "model.tie_embeddings=true",
+        "moe.shared_hidden_size=8",
+        OFTEN,
+    ],
+    "early_msa": [
+        "attention.full_layers=[2,3]",
+        "attention.detach=false",
+        "moe.dense_mlp_layers=[0,1,2,3]",
+        OFTEN,
+    ],
+}
+# name -> (variant, overrides)
+VARIANT_LAYOUTS = {
+    "late_msa_pp2": ("late_msa", [P + "pipeline=2"]),
+    "late_msa_tp2": ("late_msa", TP2),
+    "early_msa_pp2": ("early_msa", [P + "pipeline=2"]),
+    "early_msa_tp2_without_sp": ("early_msa", [P + "tensor=2"]),
+    "late_msa_cp2": ("late_msa", [P + "context=2"]),
+}
+FOUR_PROCESSES = {
+    "late_msa_tp2_pp2": ("late_msa", [*TP2, P + "pipeline=2"]),
+    "late_msa_tp2_ep2_dp2": ("late_msa", [*TP2, P + "expert=2"]),
+    "late_msa_tp2_cp2": ("late_msa", [*TP2, P + "context=2"]),
 }
 ALONE = {
     "micro_batch_2": ["training.micro_batch_size=2"],
     "full_recompute": ["training.recompute=full"],
 }
-RESUMED = {"dp2": [], "pp2": LAYOUTS["pp2"], "ep2": LAYOUTS["ep2_alltoall"]}
+RESUMED = {"dp2": [], "pp2": LAYOUTS["pp2"], "ep2": LAYOUTS["ep2_alltoall"], "tp2": LAYOUTS["tp2_etp2_allgather"]}
+# compared with one process that has them too
+MTP = ["model.mtp_layers=2"]
+MTP_LAYOUTS = {
+    "mtp_pp2": [*MTP, *LAYOUTS["pp2"]],
+    "mtp_ep2": [*MTP, *LAYOUTS["ep2_alltoall"]],
+    "mtp_tp2": [*MTP, *TP2],
+}
 # name -> (warm-up steps, step of the checkpoint): inside the warm-up, exactly at the switch, before the first step
 CUTS = {"inside_warmup": (7, 5), "at_the_switch": (5, 5), "at_step_0": (5, 0)}
 # the batch grows 2, 3, 4 within the first 8 samples, so the token budget of the warm-up falls inside a step

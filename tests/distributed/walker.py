@@ -20,8 +20,8 @@ TINY = [
     "experiment=cpu_smoke",
     "model.num_layers=4",
     "model.hidden_size=24",
-    "model.num_query_heads=6",
-    "model.num_kv_heads=3",
+    "model.num_query_heads=12",
+    "model.num_kv_heads=4",
     "model.head_dim=8",
     "model.rotary_dim=4",
     "model.vocab_size=40",
@@ -32,6 +32,8 @@ TINY = [
     "moe.top_k=2",
     "moe.expert_hidden_size=16",
     "moe.dense_hidden_size=32",
+    "moe.aux_loss_coef=0.01",
+    "moe.z_loss_coef=0.001",
     "training.seq_length=20",
     "training.micro_batch_size=1",
     "training.global_batch_size=4",
@@ -65,6 +67,10 @@ class Run:
     """A checkpoint folder to load before training."""
     nan_at: int = 0
     """Step at which the last rank's first micro-batch gets a NaN loss. 0: none."""
+    padded: bool = False
+    """Turn the last document part of each micro-batch into padding."""
+    favour_first_half: bool = False
+    """Set every router's bias so that only the first half of the experts gets tokens."""
     batched_p2p: bool = False
     """Take away the remedy of Megatron's pipeline messages with two stages."""
 
@@ -135,6 +141,8 @@ def execute(config, run: Run, directory: Path) -> dict:
                     dist.barrier()
                     os.kill(os.getpid(), signal.SIGKILL)
                 raise Left
+            if run.padded:
+                batches = [padded(batch) for batch in batches]
             decisions.begin(self.state.step + 1, batches)
             if self.state.step + 1 == run.nan_at and dist.get_rank() == dist.get_world_size() - 1:
                 batches[0].loss_mask[0, 0] = float("nan")
@@ -155,6 +163,9 @@ def execute(config, run: Run, directory: Path) -> dict:
     walked = Walked(config, folder)
     if run.batched_p2p:
         gpt.transformer_config = translate
+    if run.favour_first_half:
+        for _, router in gpt.routers(walked.chunks):
+            router.expert_bias[: len(router.expert_bias) // 2] = 9.0
     with decisions.recorded(walked.chunks):
         if walked.state.step in run.save_at:
             walked.save()
@@ -174,16 +185,37 @@ def execute(config, run: Run, directory: Path) -> dict:
 
 SERIES = (
     "train/lm_loss",
+    "train/mtp_loss",
+    "train/loss",
     "indexer/kl",
     "optim/grad_norm",
     "optim/indexer_grad_norm",
     "optim/lr",
     "optim/indexer_lr",
     "moe/max_over_mean_load",
+    "moe/dead_experts",
     "moe/bias_range",
+    "moe/aux_loss",
+    "moe/z_loss",
     "indexer/score_recall",
     "train/phase",
 )
+
+
+def padded(batch):
+    """`batch` with the last of its segments, if it has several, outside of any document."""
+    from msa_pretrain.kernels import Segments
+
+    rows, size = batch.segments.rows, batch.tokens.numel()
+    segments = Segments(rows=rows[: max(1, len(rows) - 1)], num_queries=size, num_keys=size)
+    loss_mask = batch.loss_mask * segments.query_mask("cpu")
+    return dataclasses.replace(
+        batch,
+        segments=segments,
+        loss_mask=loss_mask,
+        num_target_tokens=int(loss_mask.sum()),
+        num_valid_rows=segments.num_valid_rows,
+    )
 
 
 class Left(Exception):
@@ -191,7 +223,8 @@ class Left(Exception):
 
 
 class Decisions:
-    """Every discrete choice of a run, by step, layer and (document, position): experts and blocks, with their margins.
+    """Every discrete choice of a run, by step, layer (and KV group), document and position: experts and blocks, with
+    their margins. A tensor-parallel rank reports its own tokens' experts and its own groups' blocks.
 
     The margin is the gap between the last that was chosen and the first that was not: a choice may differ between
     layouts only where it is of the order of rounding.
@@ -204,7 +237,10 @@ class Decisions:
         self.cursor: dict[str, int] = {}
 
     def begin(self, step: int, batches: list) -> None:
-        self.step, self.batches, self.cursor = step, batches, {}
+        from megatron.core import parallel_state
+
+        rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+        self.step, self.batches, self.cursor = step, [batch.share(rank, size) for batch in batches], {}
 
     def _names(self, where: str) -> list[str]:
         """Row names of the micro-batch that `where` sees now; each module sees the micro-batches in order."""
@@ -217,10 +253,13 @@ class Decisions:
     def recorded(self, chunks):
         """Context in which routers and index branches of `chunks` report what they choose."""
         import torch
+        from megatron.core import parallel_state
 
         from msa_pretrain.kernels import block_scores
         from msa_pretrain.model.attention import MSAAttention
         from msa_pretrain.model.router import SigmoidRouter
+
+        tp_rank = parallel_state.get_tensor_model_parallel_rank()
 
         def router_hook(module, inputs, output):
             if module.training and torch.is_grad_enabled():
@@ -229,7 +268,10 @@ class Decisions:
                 ranked = (scores + module.expert_bias).sort(dim=-1, descending=True).values
                 k = module.moe.top_k
                 margins = (ranked[:, k - 1] - ranked[:, k]).tolist()
-                for name, row, margin in zip(self._names(where), output[1], margins, strict=True):
+                names, share = self._names(where), len(margins)
+                if share < len(names):  # sequence parallelism
+                    names = names[tp_rank * share : (tp_rank + 1) * share]
+                for name, row, margin in zip(names, output[1], margins, strict=True):
                     self.taken[name] = [row.nonzero().flatten().tolist(), margin]
 
         def attention_hook(module, inputs, output):
@@ -240,12 +282,15 @@ class Decisions:
                 scores = block_scores(index_query, index_key, context.segments, **options)  # [t, g, m]
                 local = context.segments.positions("cpu") // attention.block_size
                 others = scores.scatter(2, local[:, None, None].expand(-1, scores.shape[1], 1), -torch.inf)
-                ranked = others.sort(dim=-1, descending=True)
+                others = torch.nn.functional.pad(others, (0, attention.top_k), value=-torch.inf)  # short batches
+                ranked = others.sort(dim=-1, descending=True, stable=True)
                 k = attention.top_k - 1
                 margins = (ranked.values[..., k - 1] - ranked.values[..., k]).nan_to_num(nan=9.0, posinf=9.0)
-                chosen = ranked.indices[..., :k].tolist()
-                for name, row, margin in zip(self._names(where), chosen, margins.amin(dim=1).tolist(), strict=True):
-                    self.taken[name] = [row, margin]
+                chosen, margins = ranked.indices[..., :k].tolist(), margins.tolist()
+                groups = len(chosen[0])
+                for name, row, margin in zip(self._names(where), chosen, margins, strict=True):
+                    for group in range(groups):
+                        self.taken[f"{name}/{tp_rank * groups + group}"] = [row[group], margin[group]]
 
         @contextlib.contextmanager
         def context():

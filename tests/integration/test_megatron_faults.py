@@ -5,8 +5,10 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from msa_pretrain.model import gpt
 from msa_pretrain.model.config import Phase
-from msa_pretrain.model.gpt import build_model
+from msa_pretrain.model.gpt import build_model, build_on_meta
+from msa_pretrain.model.parallel import fake_rank
 from msa_pretrain.training import optim
 from msa_pretrain.training.optim import clip_and_step
 from msa_pretrain.training.step import StepPlan, run_micro_batches
@@ -98,6 +100,24 @@ def test_overlapped_reduction_demands_a_gradient_of_every_parameter(rig, tiny_co
     two_steps(attached=True)
     with pytest.raises(AssertionError):
         two_steps(attached=False)
+
+
+def test_parallel_layers_without_their_own_initialisation_do_not_say_that_they_are_sharded(tiny_config, monkeypatch):
+    """Remedy: mark_shards. Without the mark a gradient norm counts the shares of tensor-parallel rank 0 alone."""
+    config = tiny_config("model.num_kv_heads=2", "parallel.tensor=2", "parallel.sequence=true")
+
+    def marked():
+        with fake_rank(config.parallel, rank=1, world_size=2):
+            (model,) = build_on_meta(config.spec, 20)
+        return {name for name, weight in model.named_parameters() if getattr(weight, "tensor_model_parallel", False)}
+
+    ours = marked()
+    monkeypatch.setattr(gpt, "mark_shards", lambda model: None)
+    attention = [
+        f"decoder.layers.{layer}.self_attention.linear_{name}.weight" for layer in (0, 1) for name in ("qkv", "proj")
+    ]
+    mlp = [f"decoder.layers.0.mlp.linear_{name}.weight" for name in ("fc1", "fc2")]
+    assert ours - marked() == {"embedding.word_embeddings.weight", "output_layer.weight", *attention, *mlp}
 
 
 def test_the_expert_bias_of_megatron_moves_before_anyone_knows_of_a_nan():

@@ -249,7 +249,7 @@ def test_grouped_experts_equal_a_loop_over_experts(rig, tiny_config, counts):
     gradients = torch.autograd.grad(output.square().sum(), [tokens, probs, *experts.parameters()])
     rows = []
     for expert, (part, weight) in enumerate(zip(tokens.split(counts), probs.split(counts), strict=True)):
-        gate, up = (part @ experts.gate_up_proj[expert].T).chunk(2, dim=-1)
+        gate, up = (part @ experts.gate_up_proj[expert].flatten(0, 1).T).chunk(2, dim=-1)
         rows.append((F.silu(gate) * up * weight[:, None]) @ experts.down_proj[expert].T)
     expected = torch.cat(rows)
     torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-6)
@@ -263,5 +263,5 @@ def test_one_expert_is_a_dense_mlp(rig, tiny_config):
     layer = one.model.decoder.layers[1].mlp
     hidden = torch.randn(7, 1, 24, generator=torch.Generator().manual_seed(0))
     output, _ = layer(hidden)
-    gate, up = (hidden @ layer.experts.gate_up_proj[0].T).chunk(2, dim=-1)
+    gate, up = (hidden @ layer.experts.gate_up_proj[0].flatten(0, 1).T).chunk(2, dim=-1)
     torch.testing.assert_close(output, (F.silu(gate) * up) @ layer.experts.down_proj[0].T, rtol=1e-5, atol=1e-7)

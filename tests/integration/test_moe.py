@@ -1,76 +1,22 @@
-"""The router and its bias (field cases, area 2), in the real MoE layer."""
+"""Routing, counts and the bias (field cases, area 2) in the real MoE layer."""
+
+import io
+from dataclasses import replace
 
 import pytest
 import torch
 
-from msa_pretrain.model.config import MoEConfig, Phase
+from msa_pretrain.model.config import Phase
 from msa_pretrain.model.gpt import routers
-from msa_pretrain.model.router import SigmoidRouter
-from msa_pretrain.training.balance import balance_experts
+from msa_pretrain.training.balance import balance_experts, spread_out
+from msa_pretrain.training.console import ProgressLine
 from msa_pretrain.training.optim import clip_and_step
 
 LIMITS = {"backbone": 1.0, "indexer": 1.0}
 
 
-def router(num_experts=4, top_k=2, **values) -> SigmoidRouter:
-    moe = MoEConfig(num_experts=num_experts, top_k=top_k, expert_hidden_size=8, **values)
-    config = type("Config", (), {"hidden_size": num_experts})
-    one = SigmoidRouter(config, None, moe)
-    with torch.no_grad():
-        one.weight.copy_(torch.eye(num_experts))  # the hidden state is the logits
-    return one
-
-
-def logits_of(*scores):
-    return torch.tensor(scores, dtype=torch.float64).logit().float()[None, None]
-
-
-def test_one_update_is_the_rate_times_the_sign_of_the_load_error():
-    one = router()
-    one.update_expert_bias(torch.tensor([10, 2, 4, 8]))
-    assert torch.equal(one.expert_bias, torch.tensor([-1e-3, 1e-3, 1e-3, -1e-3]))
-    one.update_expert_bias(torch.tensor([6, 6, 6, 6]))  # balanced: sign of zero
-    assert torch.equal(one.expert_bias, torch.tensor([-1e-3, 1e-3, 1e-3, -1e-3]))
-
-
-def test_the_bias_selects_and_the_scores_weigh():
-    one = router(routed_scaling=2.0)
-    one.expert_bias.copy_(torch.tensor([0.0, 0.0, 2.0, 0.0]))
-    probs, chosen = one(logits_of(0.9, 0.8, 0.1, 0.1))
-    assert chosen[0].nonzero().flatten().tolist() == [0, 2]
-    torch.testing.assert_close(probs[0], 2.0 * torch.tensor([0.9, 0.0, 0.1, 0.0]), rtol=1e-6, atol=1e-7)
-
-
-def test_counts_are_exact_integers_past_what_bf16_holds():
-    one = router(num_experts=3, top_k=1)
-    for _ in range(600):
-        one(logits_of(0.9, 0.1, 0.1))
-    assert one.tokens_per_expert.dtype == torch.int64
-    assert one.take_counts().tolist() == [600, 0, 0]
-    assert one.tokens_per_expert.tolist() == [0, 0, 0]
-
-
-def test_padding_is_routed_but_not_counted():
-    """Field case 2.3: six tokens and six experts, where a mask along the wrong axis would pass unseen."""
-    one = router(num_experts=6, top_k=2)
-    hidden = torch.randn(6, 1, 6, generator=torch.Generator().manual_seed(0))
-    padding = torch.tensor([False, True, False, False, True, False])[:, None]
-    probs, chosen = one(hidden, padding)
-    assert one.take_counts().tolist() == chosen[~padding[:, 0]].sum(dim=0).tolist()
-    assert (probs > 0).sum().item() == 12
-
-
-def test_evaluation_and_no_grad_passes_count_nothing():
-    one = router()
-    hidden = torch.randn(5, 1, 4)
-    one.eval()
-    one(hidden)
-    one.train()
-    with torch.no_grad():  # the first pass of full recompute
-        one(hidden)
-    assert one.tokens_per_expert.sum() == 0
-    one(hidden)
-    assert one.tokens_per_expert.sum() == 10
+def balance(one, *, applied=True, num_layers_logged=9):
+    return balance_experts(one.chunks, one.spec, applied=applied, valid_rows=40, num_layers_logged=num_layers_logged)
 
 
 def test_bias_and_counts_keep_their_types_in_a_bf16_model(rig, tiny_config, batch_of):
@@ -82,7 +28,7 @@ def test_bias_and_counts_keep_their_types_in_a_bf16_model(rig, tiny_config, batc
         inside.expert_bias.fill_(0.5)
     one.backward(batch_of(0, 20), phase=Phase.sparse)
     assert inside.tokens_per_expert.dtype == torch.int64 and inside.tokens_per_expert.sum() == 40
-    balance_experts(one.chunks, one.spec, applied=True)
+    balance(one)
     assert inside.expert_bias.dtype == torch.float32 and inside.weight.dtype == torch.float32
     # bf16 would have rounded 0.501 back to 0.5
     assert {round(value, 6) for value in inside.expert_bias.tolist()} <= {0.499, 0.5, 0.501}
@@ -95,7 +41,7 @@ def test_a_step_moves_the_bias_by_exactly_the_rate_and_conserves_tokens(rig, tin
     (_, inside), *_ = routers(one.chunks)
     counts = inside.tokens_per_expert.clone()
     assert counts.sum() == 2 * 40
-    load = balance_experts(one.chunks, one.spec, applied=True)
+    load = balance(one)
     assert torch.equal(inside.expert_bias, 1e-3 * (16 - counts).sign())
     assert load["moe/max_over_mean_load"] == pytest.approx(counts.max().item() / 16)
     assert load["moe/dead_experts"] == (counts == 0).sum()
@@ -109,7 +55,7 @@ def test_a_skipped_step_moves_neither_weights_nor_bias(rig, tiny_config, batch_o
     one.backward(batch_of(0, 20), phase=Phase.sparse)
     one.model.output_layer.weight.main_grad[3, 5] = float("nan")
     outcome = clip_and_step(one.optimizer, LIMITS)
-    balance_experts(one.chunks, one.spec, applied=outcome.applied)
+    balance(one, applied=outcome.applied)
     (_, inside), *_ = routers(one.chunks)
     assert not outcome.applied
     assert all(torch.equal(weight, before[name]) for name, weight in one.weights().items())
@@ -135,6 +81,58 @@ def test_all_tokens_to_one_expert(rig, tiny_config, batch_of):
 def test_mixed_stack_updates_every_moe_layer(rig, tiny_config, batch_of):
     one = rig(tiny_config("model.num_layers=4", "moe.dense_mlp_layers=[0,2]"))
     one.backward(batch_of(0, 20), phase=Phase.sparse)
-    balance_experts(one.chunks, one.spec, applied=True)
+    balance(one)
     assert [layer for layer, _ in routers(one.chunks)] == [1, 3]
     assert all(inside.expert_bias.any() for _, inside in routers(one.chunks))
+
+
+def test_a_layer_whose_bias_is_frozen_does_not_stop_the_others(rig, tiny_config, batch_of):
+    """T2.8: dense, MoE, MoE without a bias update, MoE: the second and fourth move."""
+    one = rig(tiny_config("model.num_layers=4"))
+    _, (_, frozen), _ = routers(one.chunks)
+    frozen.moe = replace(frozen.moe, bias_update_rate=0.0)
+    one.backward(batch_of(0, 20), phase=Phase.sparse)
+    balance(one)
+    assert [bool(inside.expert_bias.any()) for _, inside in routers(one.chunks)] == [True, False, True]
+
+
+def test_load_metrics_equal_those_of_the_counts(rig, tiny_config, batch_of):
+    """Case 2.15, and T2.10: every layer's counts add up to k tokens each."""
+    one = rig(tiny_config("model.num_layers=4", "moe.num_experts=9", "moe.top_k=2"))
+    one.backward(batch_of(0, 20), phase=Phase.sparse)
+    (_, first), (_, second), (_, third) = routers(one.chunks)
+    second.tokens_per_expert.copy_(torch.tensor([40, 0, 0, 0, 0, 0, 0, 0, 0]))
+    counts = [router.tokens_per_expert.double() for router in (first, second, third)]
+    assert [count.sum().item() for count in counts] == [40, 40, 40]
+    first.expert_bias[3], third.expert_bias[4] = 0.25, -0.5
+    load = balance(one, applied=False, num_layers_logged=2)
+    loads = [count * 9 / 40 for count in counts]
+    assert load["moe/max_over_mean_load"] == 9.0
+    assert load["moe/min_over_mean_load"] == 0.0
+    assert load["moe/load_std"] == pytest.approx((8**2 / 9 + 8 / 9) ** 0.5)
+    assert load["moe/dead_experts"] == sum((count == 0).sum().item() for count in counts)
+    assert load["moe/bias_range"] == 0.5
+    # the first and the last layer have keys of their own, five each
+    layers = {key for key in load if "/layer_" in key}
+    assert {key.rsplit("_", 1)[1] for key in layers} == {"1", "3"} and len(layers) == 10
+    assert load["moe/max_over_mean_load/layer_3"] == pytest.approx(loads[2].max().item())
+    assert load["moe/load_std/layer_1"] == pytest.approx(loads[0].std(correction=0).item())
+    assert load["moe/bias_range/layer_1"] == 0.25
+
+
+def test_layers_with_keys_of_their_own_are_spread_and_capped():
+    layers = list(range(3, 60))
+    assert spread_out(layers, 4) == [3, 22, 40, 59]
+    assert spread_out(layers, 1) == [3] and spread_out(layers, 0) == []
+    assert spread_out(layers, 57) == spread_out(layers, 99) == layers
+
+
+def test_forced_balance_feeds_every_expert_alike_and_says_so(rig, tiny_config, batch_of):
+    one = rig(tiny_config("moe.force_balance=true"))
+    one.backward(batch_of(0, 20), phase=Phase.sparse)
+    load = balance(one)
+    assert load["moe/max_over_mean_load"] == load["moe/min_over_mean_load"] == 1.0
+    assert load["moe/forced_balance"] == 1 and load["moe/bias_range"] == 0.0
+    line = ProgressLine(10, stream=io.StringIO())
+    line.update(1, {"train/lm_loss": 3.0, **load})
+    assert "FORCED BALANCE" in line.line(1)

@@ -14,6 +14,7 @@ README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
 LINES = [line for block in BLOCKS for line in re.sub(r"\\\n\s*", "", block).splitlines() if line.strip()]
 PRETRAIN = [line for line in LINES if "msa_pretrain.scripts.pretrain" in line]
+PLAN = [line for line in LINES if "msa_pretrain.scripts.plan" in line]
 
 
 @pytest.mark.parametrize("line", PRETRAIN)
@@ -30,8 +31,17 @@ def test_pretrain_commands_pass_a_dry_run(line, tmp_path):
     assert f"GPUs                             {processes or (256 if '230b' in line else 1)} " in done.stdout
 
 
+@pytest.mark.parametrize("line", PLAN)
+def test_plan_commands_find_a_layout(line, tmp_path):
+    words = shlex.split(line, comments=True)
+    command = [sys.executable, *words[1:]]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "torchrun --nnodes=64 --nproc_per_node=8" in done.stdout
+
+
 def test_every_command_is_known():
-    assert len(PRETRAIN) == 3
+    assert len(PRETRAIN) == 3 and len(PLAN) == 1
     known = ("make pretrain", "make test", ".venv/bin/python -m msa_pretrain.scripts.")
     assert [line for line in LINES if not line.startswith((*known, ".venv/bin/torchrun"))] == []
 

@@ -28,10 +28,54 @@ BAD = {
     ),
     "world size": (
         ["parallel.expert=2"],
-        "parallel.pipeline x parallel.expert (2) must divide the number of processes (1).",
+        "parallel.pipeline x parallel.expert x parallel.expert_tensor (2) must divide the number of processes (1).",
     ),
     "virtual stages alone": (["parallel.virtual_pipeline=2"], "parallel.virtual_pipeline (2) needs parallel.pipeline"),
-    "tensor parallelism": (["parallel.tensor=2"], "parallel.tensor (2) is not available in this version. Use 1."),
+    "context chunks": (
+        ["parallel.context=3", "training.micro_batch_size=1"],
+        "training.micro_batch_size x training.seq_length (512) must be a multiple of 2 x parallel.context, which "
+        "takes 6. Use training.seq_length=516.",
+    ),
+    "tensor size and KV heads": (
+        ["parallel.tensor=4", "parallel.sequence=true"],
+        "parallel.tensor (4) must divide model.num_kv_heads (2): a rank has whole KV groups. Use 1 or 2.",
+    ),
+    "tensor size and world size": (
+        ["parallel.tensor=2", "parallel.sequence=true"],
+        "parallel.tensor x parallel.context x parallel.pipeline (2) must divide the number of processes (1). Use a "
+        "product out of 1",
+    ),
+    "tensor size and vocabulary": (
+        ["parallel.tensor=2", "parallel.sequence=true", "model.vocab_size=257"],
+        "model.vocab_size (257) must be a multiple of parallel.tensor (2). Use 258.",
+    ),
+    "tensor size and dense MLP": (
+        ["parallel.tensor=2", "parallel.sequence=true", "moe.dense_hidden_size=101"],
+        "moe.dense_hidden_size (101) must be a multiple of parallel.tensor (2). Use 100 or 102.",
+    ),
+    "tensor size and shared expert": (
+        ["parallel.tensor=2", "parallel.sequence=true", "moe.shared_hidden_size=1"],
+        "moe.shared_hidden_size (1) must be a multiple of parallel.tensor (2). Use 2.",
+    ),
+    "tensor size with MoE alone": (
+        ["parallel.tensor=2"],
+        "parallel.tensor (2) with MoE layers needs parallel.sequence: every rank would route every token. Set "
+        "parallel.sequence=true.",
+    ),
+    "sequence alone": (["parallel.sequence=true"], "parallel.sequence has no effect without tensor parallelism."),
+    "sequence and tokens": (
+        ["parallel.tensor=2", "parallel.sequence=true", "training.seq_length=511", "training.micro_batch_size=1"],
+        "training.micro_batch_size x training.seq_length (511) must be a multiple of parallel.tensor, which takes 2. "
+        "Use training.seq_length=512.",
+    ),
+    "expert tensor size": (
+        ["parallel.expert_tensor=2"],
+        "parallel.expert_tensor (2) must be 1 or parallel.tensor (1). Use 1.",
+    ),
+    "expert tensor size and channels": (
+        ["parallel.tensor=2", "parallel.sequence=true", "parallel.expert_tensor=2", "moe.expert_hidden_size=101"],
+        "parallel.expert_tensor (2) must divide moe.expert_hidden_size (101). Use 1.",
+    ),
     "k below one": (["attention.top_k=0"], "attention.top_k (0) must be at least 1."),
     "block size zero": (["attention.block_size=0"], "attention.block_size (0) must be at least 1."),
     "no room for the local block": (
@@ -61,6 +105,24 @@ BAD = {
     "every layer full": (["attention.full_layers=[0,1,2,3]"], "attention.full_layers names every layer."),
     "dense with a warm-up": (["attention=dense"], "training.warmup_tokens (307200) has no effect with attention.kind"),
     "more experts than there are": (["moe.top_k=9"], "moe.top_k (9) must be at most moe.num_experts (8)."),
+    "groups that do not divide": (
+        ["moe.num_groups=3"],
+        "moe.num_groups (3) must divide moe.num_experts (8). Use 1, 2, 4 or 8.",
+    ),
+    "more groups than there are": (["moe.top_groups=2"], "moe.top_groups (2) must be at most moe.num_groups (1)."),
+    "groups against k": (
+        ["moe.num_groups=4", "moe.top_groups=4"],
+        "moe.top_groups (4) must divide moe.top_k (2): a group is worth its top_k / top_groups best experts. Use",
+    ),
+    "groups too small": (
+        ["moe.num_groups=8", "moe.top_groups=1"],
+        "moe.top_groups (1) leaves 1 experts open to a token, fewer than moe.top_k (2). Raise moe.top_groups.",
+    ),
+    "losses of a forced balance": (
+        ["moe.force_balance=true", "moe.aux_loss_coef=0.1"],
+        "moe.aux_loss_coef (0.1) and moe.z_loss_coef (0.0) have no meaning with moe.force_balance=true",
+    ),
+    "negative loss": (["moe.z_loss_coef=-1"], "moe.z_loss_coef (-1.0) must be at least 0."),
     "dense MLP without size": (["moe.dense_hidden_size=0"], "moe.dense_hidden_size (0) and moe.dense_mlp_layers ([0])"),
     "batch size": (
         ["training.global_batch_size=6", "training.total_tokens=3_072_000"],
@@ -91,6 +153,22 @@ BAD = {
     "resume": (
         ["training.resume=nowhere"],
         "training.resume (nowhere) is neither auto, none, nor a checkpoint folder.",
+    ),
+    "two sources of weights": (
+        ["training.init_from=tests", "training.resume=tests"],
+        "training.init_from (tests) has no effect beside training.resume (tests), which brings all weights.",
+    ),
+    "index from no attention": (
+        ["attention.indexer_init=from_attention"],
+        "attention.indexer_init=from_attention needs trained attention. Set training.init_from, or use random.",
+    ),
+    "index of another width": (
+        ["attention.indexer_init=from_attention", "attention.index_dim=16", "training.init_from=tests"],
+        "attention.indexer_init=from_attention needs attention.index_dim (16) equal to model.head_dim (32).",
+    ),
+    "index of a dense model": (
+        ["attention.kind=dense", "attention.indexer_init=from_attention", "training.init_from=tests"],
+        "attention.indexer_init=from_attention has no effect with attention.kind=dense, which has no indexer.",
     ),
     "triton sizes": (
         ["attention.backend=triton", "attention.block_size=24"],
@@ -125,6 +203,14 @@ def test_missing_data_names_the_file_and_the_command(config_of, tmp_path, monkey
     )
     with pytest.raises(ConfigError, match=r"data.train is empty. Name at least one prepared dataset"):
         config_of("data=indexed", dry_run=False)
+
+
+def test_weights_from_nowhere_are_refused_unless_nothing_is_loaded(config_of):
+    assert config_of("training.init_from=nowhere").training.init_from == "nowhere"
+    with pytest.raises(
+        ConfigError, match=r"training.init_from \(nowhere\) is not a folder\. Name a checkpoint or a folder"
+    ):
+        config_of("training.init_from=nowhere", dry_run=False)
 
 
 def test_all_problems_come_at_once(config_of):
@@ -207,3 +293,20 @@ def test_layout_checks_need_the_world_size(config_of):
     config = config_of("parallel.expert=2", world_size=None)
     assert config.parallel.expert == 2
     assert config_of("parallel.expert=2", "training.micro_batch_size=2", world_size=2) is not None
+
+
+def test_worlds_of_tensor_and_expert_parallelism_need_not_be_products(config_of):
+    """Experts are spread over tensor ranks as well: two processes are enough for TP=2 and EP=2."""
+    layout = ["parallel.tensor=2", "parallel.sequence=true", "parallel.expert=2"]
+    parallel = config_of(*layout, world_size=2).parallel
+    assert (parallel.smallest_world, parallel.data_parallel(2)) == (2, 1)
+    parallel = config_of(*layout, "parallel.pipeline=2", world_size=None).parallel
+    assert (parallel.model_ranks, parallel.expert_ranks, parallel.smallest_world) == (4, 4, 4)
+    assert config_of(*layout, "parallel.expert=8", world_size=None).parallel.smallest_world == 8
+    with pytest.raises(ConfigError, match=r"parallel.expert x parallel.expert_tensor \(4\) must divide the number"):
+        config_of(*layout, "parallel.expert_tensor=2", world_size=2)
+
+
+def test_tensor_parallelism_without_moe_layers_needs_no_sequence_parallelism(config_of):
+    config = config_of("parallel.tensor=2", "moe.dense_mlp_layers=[0,1,2,3]", world_size=2)
+    assert not config.parallel.sequence

@@ -57,3 +57,36 @@ def test_a_batch_survives_a_worker_and_a_move():
 def test_no_samples():
     with pytest.raises(ValueError, match="there are no samples to pack"):
         collate([])
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_shares_of_context_ranks_are_the_batch(size):
+    """Each row once, with its position, its keys and its targets; keys are those of the whole batch."""
+    lengths = [1, 3, 7, 24, 13]  # 48 tokens
+    tokens = torch.arange(48)
+    mask = torch.arange(48) % 3 > 0
+    whole = collate([Sample(tokens, tokens + 1, mask, tuple(lengths), tuple(range(5)))])
+    shares = [whole.share(rank, size) for rank in range(size)]
+    sees = {}
+    for share in shares:
+        assert share.segments.num_queries == share.tokens.numel() == 48 // size and share.segments.num_keys == 48
+        assert torch.equal(share.segments.positions("cpu"), share.positions[0])
+        assert torch.equal(share.labels, share.tokens + 1)
+        for q_start, q_len, k_start, k_len in share.segments.rows:
+            for number in range(q_len):
+                token = int(share.tokens[0, q_start + number])
+                sees[token] = (k_start, k_start + k_len - q_len + number)
+    starts = torch.repeat_interleave(torch.tensor(lengths).cumsum(0) - torch.tensor(lengths), torch.tensor(lengths))
+    assert sees == {token: (int(starts[token]), token) for token in range(48)}
+    assert sum(share.num_valid_rows for share in shares) == 48
+    assert sum(share.num_target_tokens for share in shares) == whole.num_target_tokens == 32
+    # the ranks' work is within a chunk of even: one long document, pairs of chunks from both ends
+    long = collate([Sample(tokens, tokens + 1, mask, (48,), (0,))])
+    work = [int((long.share(rank, size).positions + 1).sum()) for rank in range(size)]
+    assert len(set(work)) == 1
+
+
+def test_a_batch_that_does_not_split_is_refused():
+    batch = collate([Sample(torch.arange(10), torch.arange(10), torch.ones(10, dtype=torch.bool), (10,), (0,))])
+    with pytest.raises(ValueError, match="10 tokens do not split into 2 x 2 chunks"):
+        batch.share(0, 2)

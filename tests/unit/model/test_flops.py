@@ -6,7 +6,14 @@ import pytest
 from hydra import compose, initialize_config_module
 
 from msa_pretrain.model.config import Phase
-from msa_pretrain.model.flops import attention_forward, kept_pairs, sparse_speedup, step_flops, visible_pairs
+from msa_pretrain.model.flops import (
+    attention_forward,
+    kept_pairs,
+    linear_flops,
+    sparse_speedup,
+    step_flops,
+    visible_pairs,
+)
 from msa_pretrain.model.parameters import active_matmul_parameters
 from msa_pretrain.training.config import load_config
 
@@ -58,6 +65,13 @@ def test_parts_of_one_layer(spec):
 def test_a_step_is_six_flops_a_weight_and_the_attention(spec):
     main, index, kl = attention_forward(spec, [4096], Phase.sparse)
     # QKV, output, router and 8 experts of 62 layers, index branches and head
-    weights = 62 * (3072 * 112 * 128 + 56 * 128 + 256 * 3072 + 8 * 3 * 3072 * 1536 + 3_539_200) + 200064 * 3072
+    index_weights = 62 * 3072 * 9 * 128
+    weights = 62 * (3072 * 112 * 128 + 256 * 3072 + 8 * 3 * 3072 * 1536) + index_weights + 200064 * 3072
     assert active_matmul_parameters(spec) == weights
-    assert step_flops(spec, [4096], Phase.sparse) == pytest.approx(6 * weights * 4096 + 62 * (3.5 * main + index + kl))
+    # the detached index branch has no gradient of its input
+    assert linear_flops(spec) == 6 * weights - 2 * index_weights
+    assert step_flops(spec, [4096], Phase.sparse) == pytest.approx(
+        linear_flops(spec) * 4096 + 62 * (3.5 * main + index + kl)
+    )
+    free = dataclasses.replace(spec, attention=dataclasses.replace(spec.attention, detach=False))
+    assert linear_flops(free) == 6 * weights
