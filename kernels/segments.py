@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+# Not to be changed, but not frozen either: torch.compile (2.11) looks into frozen dataclasses that pass by, and would
+# compile again for every number of documents.
+@dataclass(unsafe_hash=True)
 class Segments:
     """The query fragments of one packed batch.
 

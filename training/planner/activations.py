@@ -75,9 +75,12 @@ class Activations:
 
     def layer(self, layer: int) -> Saved:
         """All that the forward pass of one layer saves without recompute."""
-        return {**self.attention(layer), **self._norm("MLP norm", self.rows, self.spec.model.hidden_size)} | (
-            self.experts() if self.spec.is_moe(layer) else self.mlp("MLP", self.spec.moe.dense_hidden_size)
-        )
+        norm = self._norm("MLP norm", self.rows, self.spec.model.hidden_size)
+        return {**self.attention(layer), **norm, **self.ffn(layer)}
+
+    def ffn(self, layer: int) -> Saved:
+        """Of the layer's experts or MLP."""
+        return self.experts() if self.spec.is_moe(layer) else self.mlp("MLP", self.spec.moe.dense_hidden_size)
 
     @property
     def hidden_states(self) -> int:
