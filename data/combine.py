@@ -1,6 +1,7 @@
 """Work on prepared data: check all of it, merge shards, sort documents by length."""
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ def verify(prefix: Path) -> Manifest:
         outside = (tokens < 0) | (tokens >= manifest.vocab_size)
         if outside.any() or (tokens[np.cumsum(lengths) - 1] != manifest.eod_id).any():
             raise ValueError(
-                f"{prefix}: of documents {number} to {number + lengths.size - 1} one holds an id outside the vocabulary "
+                f"{prefix}: of documents {number} to {number + lengths.size - 1} one holds an unknown id "
                 "or does not end with the EOD. Prepare the data again (prepare_data --overwrite)."
             )
         statistics.add(tokens, lengths)
@@ -62,7 +63,7 @@ def split_by_length(prefix: Path, edges: Sequence[int]) -> dict[Path, Manifest]:
     dataset, manifest = open_indexed_dataset(prefix)
     names = [
         f"below-{edges[0]}",
-        *(f"{low}-to-{high - 1}" for low, high in zip(edges, edges[1:], strict=False)),
+        *(f"{low}-to-{high - 1}" for low, high in pairwise(edges)),
         f"from-{edges[-1]}",
     ]
     outputs = [prefix.with_name(f"{prefix.name}-{name}") for name in names]

@@ -1,4 +1,4 @@
-"""Samples of `s` tokens, packed from indexed documents and blended from several sources, with the document borders kept.
+"""Samples of `s` tokens, packed from indexed documents and blended from several sources, document borders kept.
 
 `concat`: `s` consecutive tokens of the shuffled documents; a document that is cut at a sample border goes on in another
 sample, where it starts a new segment at position 0. `best_fit`: whole documents, and padding where none fits any more

@@ -71,8 +71,8 @@ def find_units(inputs: Sequence[str], *, split: str = "train") -> list[Unit]:
         elif path.is_file():
             if kind_of(text) is None:
                 raise ValueError(
-                    f"--input {text} is of no known kind. Known are {', '.join(sum(KINDS.values(), ()))}; JSON lines and "
-                    f"text also with {' or '.join(COMPRESSIONS)} behind."
+                    f"--input {text} is of no known kind. Known are {', '.join(sum(KINDS.values(), ()))}; JSON lines "
+                    f"and text also with {' or '.join(COMPRESSIONS)} behind."
                 )
             found = [text]
         else:
@@ -190,7 +190,8 @@ def _hub_units(text: str, split: str) -> list[Unit]:
         dataset = datasets.load_dataset(name, config or None, split=split, streaming=True)
     except Exception as err:  # of the network, the hub and the dataset's own files
         raise ValueError(
-            f"--input {HUB}{text}: split {split!r} cannot be loaded ({type(err).__name__}: {str(err).splitlines()[0]}). "
+            f"--input {HUB}{text}: split {split!r} cannot be loaded "
+            f"({type(err).__name__}: {str(err).splitlines()[0]}). "
             f"Check the name ({HUB}owner/name or {HUB}owner/name:config), --split, and the network."
         ) from err
     num_shards = dataset.num_shards

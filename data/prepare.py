@@ -13,7 +13,7 @@ import os
 import platform
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
@@ -227,8 +227,8 @@ class _Job:
         state = self.state
         if empty := [split for split, number in state.documents.items() if not number and split != TRAIN]:
             raise ValueError(
-                f"no document fell into split {empty[0]}: its share of {self.recipe.held_out[empty[0]]} is too small for "
-                f"{sum(state.documents.values())} documents. Raise it in --held-out, or leave it out."
+                f"no document fell into split {empty[0]}: its share of {self.recipe.held_out[empty[0]]} is too small "
+                f"for {sum(state.documents.values())} documents. Raise it in --held-out, or leave it out."
             )
         sources = [
             Source(name=unit.name, num_bytes=unit.num_bytes, num_documents=number, sha256=digest)
@@ -372,7 +372,7 @@ def _describe(recipe: Recipe, units: list[Unit], tokenizer: Tokenizer) -> str:
 
 
 def _finished(prefixes: dict[str, Path], source: str) -> dict[str, tuple[Manifest, bool]] | None:
-    """The manifests of a finished preparation; None when there is none. Raises ValueError when it is of another source."""
+    """The manifests of a finished preparation; None when there is none. ValueError when it is of another source."""
     manifests = _manifests(prefixes, source)
     return (
         {split: (manifest, True) for split, manifest in manifests.items()}

@@ -145,7 +145,7 @@ def load_tokenizer(name: str, eod_token: str | None = None) -> ByteTokenizer | H
     except (OSError, ValueError, KeyError) as err:
         raise ValueError(
             f"--tokenizer {name}: transformers cannot load it ({str(err).splitlines()[0]}). Give `byte`, a "
-            "tokenizer.json, a folder with a tokenizer in it, or a name on the hub; without a network, download it first."
+            "tokenizer.json, a folder with a tokenizer in it, or a hub name; without a network, download it first."
         ) from err
     return HuggingFaceTokenizer(
         name, getattr(tokenizer, "backend_tokenizer", None) or tokenizer, eod_token or tokenizer.eos_token

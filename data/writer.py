@@ -71,7 +71,7 @@ class IndexedWriter:
         if lengths.size < num_documents or found < num_bytes:
             raise ValueError(
                 f"the unfinished files at {self.prefix} hold {lengths.size} documents and {found} bytes, fewer than "
-                f"the {num_documents} documents and {num_bytes} bytes that were committed. Pass --overwrite to start anew."
+                f"the {num_documents} documents and {num_bytes} bytes committed. Pass --overwrite to start anew."
             )
         self._lengths.truncate(4 * num_documents)
         self._tokens.truncate(num_bytes)
@@ -81,7 +81,7 @@ class IndexedWriter:
                 self.statistics.add(tokens, lengths[piece])
 
     def add(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
-        """Append documents of `lengths` [n] tokens, EOD included; `tokens` are theirs, in `self.dtype`, all in range."""
+        """Append documents of `lengths` [n] tokens, EOD included; `tokens` are theirs, in `self.dtype`, in range."""
         assert tokens.dtype == self.dtype and tokens.size == lengths.sum(), (tokens.dtype, tokens.size, lengths.sum())
         self.statistics.add(tokens, lengths)
         self._tokens.write(np.ascontiguousarray(tokens).view(np.uint8).data)

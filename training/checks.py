@@ -321,16 +321,18 @@ def _data(config: TrainConfig) -> Iterator[str]:
                 f"data.train_schedule: {tokens} tokens must be a multiple of training.seq_length "
                 f"({training.seq_length}) between 0 and training.total_tokens ({training.total_tokens})."
             )
-    for key, blend in (("train", data.train), ("valid", data.valid), ("test", data.test)):
-        prefixes = [split_source(source)[0] for source in blend]
+    sources = {"train": data.train, "valid": data.valid, "test": data.test}
+    sources |= {f"train_schedule[{tokens}]": blend for tokens, blend in data.train_schedule.items()}
+    for key, blend in sources.items():
+        prefixes = [Path(split_source(source)[0]) for source in blend]
         if len(set(prefixes)) != len(prefixes):
             yield f"data.{key} ({blend}) names a source twice. Name it once, with its whole share."
     if data.test and not training.eval_samples:
         yield f"data.test ({data.test}) has no effect with training.eval_samples=0. Set it above 0."
     if data.packing is Packing.concat and data.long_documents is not LongDocuments.split:
         yield (
-            f"data.long_documents ({data.long_documents.name}) has no effect with data.packing=concat, which cuts every "
-            "document where a sample is full. Use split, or data.packing=best_fit."
+            f"data.long_documents ({data.long_documents.name}) has no effect with data.packing=concat, which cuts "
+            "every document where a sample is full. Use split, or data.packing=best_fit."
         )
 
 

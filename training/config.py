@@ -82,7 +82,7 @@ class DataConfig:
     """{tokens: blend}: from so many consumed tokens on that blend, in place of `train` or the one before. A source goes
     on where it was."""
     valid: list[str]
-    """Each source is evaluated on training.eval_samples samples; the mean of their losses weighs them by their shares."""
+    """Each source is evaluated on training.eval_samples samples; the mean of their losses weighs by shares."""
     test: list[str] = field(default_factory=list)
     """Evaluated like `valid`, once, at the end of the run."""
     packing: Packing = Packing.concat

@@ -50,19 +50,24 @@ class RunData:
 
         What is still to come may change: the run's length, later blends, the paths of the data.
         """
+        if consumed_samples > config.total_samples:
+            raise ValueError(
+                f"{consumed_samples} samples are consumed, more than the {config.total_samples} of this run. Use "
+                f"training.total_tokens={stored['total_samples'] * stored['training.seq_length']} or more."
+            )
         now = self.record(config, consumed_samples)
         keys = ("training.seq_length", "training.seed", "data.packing", "data.long_documents")
-        changed = [f"{key}={stored[key]} (it is {now[key]})" for key in keys if stored[key] != now[key]]
-        if changed:
+        if changed := [f"{key}={stored[key]} (it is {now[key]})" for key in keys if stored[key] != now[key]]:
             raise ValueError(
-                f"this would order the samples anew, repeating some and skipping others. Use {', '.join(changed)}."
+                f"this run would order the samples anew, repeating some and skipping others. Use {', '.join(changed)}."
             )
         if stored["stages"] != now["stages"] or stored["consumed"] != now["consumed"]:
             tokens = consumed_samples * config.training.seq_length
             raise ValueError(
-                f"the blend of the {consumed_samples} samples so far was {_words(stored)}; now it is {_words(now)}. That "
-                "would repeat some samples and skip others. Restore data.train and data.train_schedule as they were; to "
-                f"go on with another blend, add it from here on: data.train_schedule={{{tokens}: [PREFIX:SHARE, ...]}}."
+                f"the blend of the {consumed_samples} samples so far was {_words(stored)}; now it is {_words(now)}. "
+                "That would repeat some samples and skip others. Restore data.train and data.train_schedule as they "
+                "were; to go on with another blend, add it from here on: "
+                f"data.train_schedule={{{tokens}: [PREFIX:SHARE, ...]}}."
             )
         if stored["total_samples"] != now["total_samples"]:
             logger.warning(
@@ -134,6 +139,7 @@ def unique_labels(prefixes: list[str]) -> dict[str, str]:
     Example: /data/web/valid and /data/code/valid are web_valid and code_valid.
     """
     parts = {prefix: Path(prefix).parts for prefix in prefixes}
+    assert len(set(parts.values())) == len(parts), prefixes
     depth = 1
     while len({path[-depth:] for path in parts.values()}) < len(parts):
         depth += 1

@@ -218,7 +218,7 @@ def test_a_schedule_of_blends_goes_on_in_each_source(write, build):
 
 
 def test_best_fit_samples(write, build):
-    """Documents of 3, 5, 4 and 11 tokens in samples of 8: whole ones side by side, the longest cut once, and padding."""
+    """Documents of 3, 5, 4 and 11 tokens in samples of 8: whole ones side by side, the longest cut, and padding."""
     documents = [[1, 2], [11, 12, 13, 14], [21, 22, 23], list(range(31, 41))]
     dataset = build({write("a", documents): 1.0}, num_samples=3, packing=Packing.best_fit)
     samples = {sample.document_ids: sample for sample in dataset}

@@ -28,7 +28,9 @@ def documents_of(seed, number=60, vocab_size=300):
 
 
 def write(prefix, documents, vocab_size=300):
-    return write_indexed_dataset(((str(n), d) for n, d in enumerate(documents)), prefix, vocab_size=vocab_size, eod_id=0)
+    return write_indexed_dataset(
+        ((str(n), d) for n, d in enumerate(documents)), prefix, vocab_size=vocab_size, eod_id=0
+    )
 
 
 @pytest.mark.parametrize("vocab_size", [300, 100_000])

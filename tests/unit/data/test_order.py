@@ -1,6 +1,7 @@
 """Properties of the orders: every token once, borders exact, and nothing depends on the length of the run."""
 
 from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -45,7 +46,10 @@ def test_concat_reads_every_token_once_an_epoch(lengths, seq_length, seed, epoch
     assert len(stream) == num_samples * seq_length
     assert max(counts.values()) == epochs
     missing = num_tokens * epochs - len(stream)
-    assert 1 <= missing <= seq_length and sum(epochs - counts[d, at] for d in range(lengths.size) for at in range(lengths[d])) == missing
+    assert (
+        1 <= missing <= seq_length
+        and sum(epochs - counts[d, at] for d in range(lengths.size) for at in range(lengths[d])) == missing
+    )
     # documents of an epoch are a permutation
     for epoch in range(epochs):
         own = order.documents[epoch * lengths.size : (epoch + 1) * lengths.size]
@@ -90,7 +94,7 @@ def test_one_epoch_is_ordered_as_megatron_orders_it():
 def packs_of(order):
     starts = order.starts.tolist()
     parts = list(zip(order.documents.tolist(), order.offsets.tolist(), order.lengths.tolist(), strict=True))
-    return [parts[start:end] for start, end in zip(starts, starts[1:], strict=False)]
+    return [parts[start:end] for start, end in pairwise(starts)]
 
 
 @FEW
