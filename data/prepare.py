@@ -156,7 +156,7 @@ class _Job:
         source: str,
         overwrite: bool,
     ) -> None:
-        self.recipe, self.units, self.source = recipe, units, source
+        self.recipe, self.units, self.tokenizer, self.source = recipe, units, tokenizer, source
         self._state_path = state_path
         self.state = _State(source)
         if overwrite:
@@ -188,7 +188,7 @@ class _Job:
         )
         before = self._totals()
         start = last_commit = time.perf_counter()
-        for result in _tokenize(batches, recipe, num_workers):
+        for result in _tokenize(batches, recipe, self.tokenizer, num_workers):
             self._write(result)
             now = time.perf_counter()
             if now - last_commit > _COMMIT_EVERY_S:
@@ -269,13 +269,13 @@ class _Job:
         )
 
 
-def _tokenize(batches: Iterable[Batch], recipe: Recipe, num_workers: int) -> Iterator[_Tokenized]:
-    """The batches through the workers, in order, a few of them at a time."""
-    arguments = (recipe.tokenizer, recipe.eod_token, recipe.text_column, recipe.held_out)
+def _tokenize(batches: Iterable[Batch], recipe: Recipe, tokenizer: Tokenizer, num_workers: int) -> Iterator[_Tokenized]:
+    """The batches through the workers, in order, a few of them at a time; one worker is this process."""
     if num_workers == 1:
-        _start_worker(*arguments)
-        yield from map(_tokenize_batch, batches)
+        worker = _Worker(tokenizer, recipe.text_column, recipe.held_out)
+        yield from map(worker.tokenize, batches)
         return
+    arguments = (recipe.tokenizer, recipe.eod_token, recipe.text_column, recipe.held_out)
     # forkserver: a fork of a process with threads (pyarrow's) may hang
     context = multiprocessing.get_context("forkserver")
     with ProcessPoolExecutor(num_workers, context, _start_worker, arguments) as pool:
@@ -298,12 +298,53 @@ def _tokenize(batches: Iterable[Batch], recipe: Recipe, num_workers: int) -> Ite
 
 @dataclass(frozen=True)
 class _Worker:
+    """Parses, hashes and tokenizes batches."""
+
     tokenizer: Tokenizer
     text_column: str
     held_out: dict[str, float]
 
+    def tokenize(self, batch: Batch) -> _Tokenized:
+        texts = texts_of(batch, self.text_column)
+        by_split: dict[str, list[str]] = {}
+        repaired: dict[str, int] = {}
+        digest, num_bytes = hashlib.sha256(), 0
+        for text in texts:
+            try:
+                raw, damaged = text.encode("utf-8"), False
+            except UnicodeEncodeError:
+                text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+                raw, damaged = text.encode("utf-8"), True
+            own = hashlib.sha256(raw).digest()
+            split = _split_of(own, self.held_out)
+            by_split.setdefault(split, []).append(text)
+            if damaged:
+                repaired[split] = repaired.get(split, 0) + 1
+            digest.update(own)
+            num_bytes += len(raw)
+        parts, empty = {}, {}
+        for split, chosen in by_split.items():
+            ids, lengths = self.tokenizer.encode_batch(chosen)
+            try:
+                tokens, lengths, kept = with_eod(ids, lengths, self.tokenizer)
+            except IdOutsideError as err:
+                raise ValueError(
+                    f"{batch.name}: the document that begins {chosen[err.document][:60]!r} {err}"
+                ) from None
+            parts[split], empty[split] = (tokens, lengths), int((~kept).sum())
+        return _Tokenized(
+            unit=batch.unit,
+            end_row=batch.first_row + len(batch.rows),
+            parts=parts,
+            empty=empty,
+            repaired=repaired,
+            num_texts=len(texts),
+            num_raw_bytes=int(sum(len(row or "") for row in batch.rows) * num_bytes / max(1, sum(map(len, texts)))),
+            sha256=digest.digest(),
+        )
 
-_worker: _Worker | None = None  # of this process
+
+_worker: _Worker | None = None  # of a worker process
 
 
 def _start_worker(tokenizer: str, eod_token: str | None, text_column: str, held_out: dict[str, float]) -> None:
@@ -313,42 +354,7 @@ def _start_worker(tokenizer: str, eod_token: str | None, text_column: str, held_
 
 def _tokenize_batch(batch: Batch) -> _Tokenized:
     assert _worker is not None
-    tokenizer = _worker.tokenizer
-    texts = texts_of(batch, _worker.text_column)
-    by_split: dict[str, list[str]] = {}
-    repaired: dict[str, int] = {}
-    digest, num_bytes = hashlib.sha256(), 0
-    for text in texts:
-        try:
-            raw, damaged = text.encode("utf-8"), False
-        except UnicodeEncodeError:
-            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-            raw, damaged = text.encode("utf-8"), True
-        own = hashlib.sha256(raw).digest()
-        split = _split_of(own, _worker.held_out)
-        by_split.setdefault(split, []).append(text)
-        if damaged:
-            repaired[split] = repaired.get(split, 0) + 1
-        digest.update(own)
-        num_bytes += len(raw)
-    parts, empty = {}, {}
-    for split, chosen in by_split.items():
-        ids, lengths = tokenizer.encode_batch(chosen)
-        try:
-            tokens, lengths, kept = with_eod(ids, lengths, tokenizer)
-        except IdOutsideError as err:
-            raise ValueError(f"{batch.name}: the document that begins {chosen[err.document][:60]!r} {err}") from None
-        parts[split], empty[split] = (tokens, lengths), int((~kept).sum())
-    return _Tokenized(
-        unit=batch.unit,
-        end_row=batch.first_row + len(batch.rows),
-        parts=parts,
-        empty=empty,
-        repaired=repaired,
-        num_texts=len(texts),
-        num_raw_bytes=int(sum(len(row or "") for row in batch.rows) * num_bytes / max(1, sum(map(len, texts)))),
-        sha256=digest.digest(),
-    )
+    return _worker.tokenize(batch)
 
 
 def _split_of(sha256: bytes, held_out: dict[str, float]) -> str:

@@ -1,6 +1,6 @@
 """Synthetic long-context documents: an answer is hidden far from its question, in running text.
 
-Four tasks, after RULER (arXiv 2404.06654): `needle` (the value of one key among others), `variables` (assignment chains),
+Four tasks, after RULER (arXiv 2404.06654): `needle` (the value of one key of many), `variables` (assignment chains),
 `common_words` (the most frequent words of a list) and `questions` (one of many question-answer pairs, asked again). A
 document is a function of (split, task, length, number), so training and evaluation never share one: the splits have
 seeds and alphabets of names of their own.

@@ -4,7 +4,8 @@
     python -m msa_pretrain.scripts.bench_data load        # packs of 128K tokens, against what a GPU consumes
     python -m msa_pretrain.scripts.bench_data end-to-end  # documents of --megabytes -> prepare -> verify -> 100 steps
 
-Documents are pseudo-words with Zipf frequencies and log-normal lengths; the tokenizer is a BPE trained on them.
+Documents are sentences of pseudo-words with Zipf frequencies, of log-normal lengths. `prepare` uses a byte-level BPE
+trained on them; `end-to-end` uses bytes, so that reading and writing and not the tokenizer are the load.
 """
 
 import argparse
@@ -30,7 +31,7 @@ VOCAB_SIZE = 8192
 GPU_TOKENS_PER_S = 66_200  # gpu_debug on one H200, the faster phase: docs/results/gpu_training.md
 TINY = [
     "experiment=cpu_smoke", "model.num_layers=2", "model.hidden_size=32", "model.num_query_heads=4", "model.head_dim=8",
-    "model.rotary_dim=4", f"model.vocab_size={VOCAB_SIZE}", "attention.index_dim=8", "moe.num_experts=4",
+    "model.rotary_dim=4", "attention.index_dim=8", "moe.num_experts=4",
     "moe.expert_hidden_size=32", "moe.dense_hidden_size=32", "training.total_tokens=204800", "training.eval_every=100",
     "training.warmup_tokens=102400", "training.num_threads=1", "tracking.wandb='off'",
 ]  # fmt: skip
@@ -64,6 +65,7 @@ def bench_preparation(path: Path, rounds: int, num_workers: int) -> None:
     shares = [texts[number::num_workers] for number in range(num_workers)]
     ratios: dict[str, list[float]] = {"1 core, CPU time": [], f"{num_workers} cores, wall time": []}
     rates = []
+    prepare(recipe, path.with_name("warm-up"))  # the first call imports `datasets`
     with multiprocessing.get_context("forkserver").Pool(num_workers) as pool:
         for number in range(rounds):
             bare, tokens = _timed(time.process_time, lambda: _encode(tokenizer, texts))
@@ -90,7 +92,7 @@ def bench_loading(folder: Path, rounds: int, seq_length: int = 131_072) -> None:
 
     random = np.random.default_rng(0)
     for mean in (200, 1000, 100_000):
-        prefix, size, number_of = folder / f"mean{mean}", 0, 0
+        prefix = folder / f"mean{mean}"
 
         def documents(mean: int = mean):
             size = 0
@@ -121,16 +123,15 @@ def bench_loading(folder: Path, rounds: int, seq_length: int = 131_072) -> None:
                 f"{rate / GPU_TOKENS_PER_S:.0f} x {GPU_TOKENS_PER_S:,} (order built in {build_s:.2f} s, "
                 f"padding {dataset.uses()[0].padding:.3%})"
             )
-        del size, number_of
 
 
 def run_end_to_end(path: Path, num_workers: int) -> None:
     """Peak memory of each command: resident sizes of its processes added up, so shared pages count for each."""
-    out, tokenizer = path.with_name("out"), str(path.with_name("tokenizer.json"))
+    out = path.with_name("out")
     prepare_data = [sys.executable, "-m", "msa_pretrain.scripts.prepare_data"]
     commands = {
-        "prepare": [*prepare_data, "--input", str(path), "--tokenizer", tokenizer, "--eod-token", EOD, "--output",
-                    str(out), "--held-out", "valid=0.001", "--num-workers", str(num_workers)],
+        "prepare": [*prepare_data, "--input", str(path), "--tokenizer", "byte", "--output", str(out), "--held-out",
+                    "valid=0.001", "--num-workers", str(num_workers)],
         "verify": [*prepare_data, "--verify", str(out / "train"), str(out / "valid")],
         "train": [sys.executable, "-W", "ignore", "-m", "msa_pretrain.scripts.pretrain", *TINY, "run.name=bench",
                   f"data.train=[{out / 'train'}]", f"data.valid=[{out / 'valid'}]"],
@@ -163,13 +164,17 @@ def write_documents(folder: Path, num_bytes: int) -> Path:
     ]
     ranks = 1 / np.arange(1, len(words) + 1)
     cumulative = np.cumsum(ranks / ranks.sum())
+    sentences = [
+        " ".join(words[index] for index in np.searchsorted(cumulative, random.random(12)).clip(max=len(words) - 1))
+        + "."
+        for _ in range(50_000)
+    ]
     path, written = folder / "documents.jsonl", 0
     sample: list[str] = []
     with path.open("w") as file:
         while written < num_bytes:
-            size = max(1, int(random.lognormal(5.5, 1.2)))
-            chosen = np.searchsorted(cumulative, random.random(size))
-            text = " ".join([words[index] for index in np.minimum(chosen, len(words) - 1)])
+            size = max(1, int(random.lognormal(3.0, 1.2)))
+            text = " ".join([sentences[index] for index in random.integers(0, len(sentences), size).tolist()])
             sample += [text] if len(sample) < 3000 else []
             written += file.write(json.dumps({"text": text, "id": written}) + "\n")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
