@@ -296,7 +296,7 @@ def _run(config: TrainConfig) -> Iterator[str]:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", config.run.name):
         yield f"run.name ({config.run.name!r}) must be letters, digits, '.', '_' and '-'."
     sources = {key: getattr(config.data, key) for key in ("train", "valid", "test")}
-    sources |= {f"train_schedule[{tokens}]": blend for tokens, blend in config.data.train_schedule.items()}
+    sources |= {f"train_schedule[{n}].blend": stage.blend for n, stage in enumerate(config.data.train_schedule)}
     for key, blend in sources.items():
         for source in blend:
             prefix, share = split_source(source)
@@ -313,16 +313,19 @@ def _run(config: TrainConfig) -> Iterator[str]:
 
 def _data(config: TrainConfig) -> Iterator[str]:
     data, training = config.data, config.training
-    for tokens, blend in data.train_schedule.items():
-        if not blend:
-            yield f"data.train_schedule[{tokens}] is empty. Name a blend as in data.train, or leave it out."
-        if not 0 < tokens < training.total_tokens or tokens % training.seq_length:
+    before = 0
+    for number, stage in enumerate(data.train_schedule):
+        if not stage.blend:
+            yield f"data.train_schedule[{number}].blend is empty. Name a blend as in data.train."
+        if not before < stage.from_tokens < training.total_tokens or stage.from_tokens % training.seq_length:
             yield (
-                f"data.train_schedule: {tokens} tokens must be a multiple of training.seq_length "
-                f"({training.seq_length}) between 0 and training.total_tokens ({training.total_tokens})."
+                f"data.train_schedule[{number}].from_tokens ({stage.from_tokens}) must be a multiple of "
+                f"training.seq_length ({training.seq_length}) above {before} and below training.total_tokens "
+                f"({training.total_tokens})."
             )
+        before = stage.from_tokens
     sources = {"train": data.train, "valid": data.valid, "test": data.test}
-    sources |= {f"train_schedule[{tokens}]": blend for tokens, blend in data.train_schedule.items()}
+    sources |= {f"train_schedule[{n}].blend": stage.blend for n, stage in enumerate(data.train_schedule)}
     for key, blend in sources.items():
         prefixes = [Path(split_source(source)[0]) for source in blend]
         if len(set(prefixes)) != len(prefixes):

@@ -75,12 +75,21 @@ class OptimConfig:
 
 
 @dataclass(kw_only=True)
+class BlendStage:
+    """A blend in place of `data.train`, or of the stage before."""
+
+    from_tokens: int
+    """Consumed tokens at which it begins."""
+    blend: list[str]
+    """As in `data.train`."""
+
+
+@dataclass(kw_only=True)
 class DataConfig:
     train: list[str]
     """Prepared datasets: PREFIX (of PREFIX.bin, .idx, .crc, .json), or PREFIX:SHARE with its share of the samples."""
-    train_schedule: dict[int, list[str]] = field(default_factory=dict)
-    """{tokens: blend}: from so many consumed tokens on that blend, in place of `train` or the one before. A source goes
-    on where it was."""
+    train_schedule: list[BlendStage] = field(default_factory=list)
+    """Further blends, by tokens; a source goes on where it was."""
     valid: list[str]
     """Each source is evaluated on training.eval_samples samples; the mean of their losses weighs by shares."""
     test: list[str] = field(default_factory=list)

@@ -67,7 +67,7 @@ class RunData:
                 f"the blend of the {consumed_samples} samples so far was {_words(stored)}; now it is {_words(now)}. "
                 "That would repeat some samples and skip others. Restore data.train and data.train_schedule as they "
                 "were; to go on with another blend, add it from here on: "
-                f"data.train_schedule={{{tokens}: [PREFIX:SHARE, ...]}}."
+                f"data.train_schedule=[{{from_tokens: {tokens}, blend: [PREFIX:SHARE, ...]}}]."
             )
         if stored["total_samples"] != now["total_samples"]:
             logger.warning(
@@ -95,10 +95,9 @@ def build_datasets(config: TrainConfig) -> RunData:
         "long_documents": data.long_documents,
     }
     stages = [(0, blend(data.train))]
-    stages += [
-        (tokens // training.seq_length, blend(data.train_schedule[tokens])) for tokens in sorted(data.train_schedule)
-    ]
-    for prefix in {*(p for _, shares in stages for p in shares), *blend(data.valid), *blend(data.test)}:
+    stages += [(stage.from_tokens // training.seq_length, blend(stage.blend)) for stage in data.train_schedule]
+    used = [prefix for _, shares in stages for prefix in shares]
+    for prefix in dict.fromkeys([*used, *blend(data.valid), *blend(data.test)]):
         if (size := read_manifest(Path(prefix)).vocab_size) > config.model.vocab_size:
             raise ValueError(
                 f"model.vocab_size ({config.model.vocab_size}) is smaller than the vocabulary of {prefix} ({size}). "

@@ -149,7 +149,7 @@ def test_a_run_is_lengthened_with_another_blend_and_a_test_set(finished, tmp_pat
     """The samples so far stay what they were, so neither the new length nor the blend from here on is refused."""
     folder, _ = finished
     shutil.copytree(folder / "runs", tmp_path / "runs")
-    more = ["training.total_tokens=6144", "data.train_schedule={5120:[runs/data/builtin/valid]}"]
+    more = ["training.total_tokens=6144", "data.train_schedule=[{from_tokens:5120,blend:[runs/data/builtin/valid]}]"]
     sets = ["data.valid=[runs/data/builtin/valid:3,runs/data/builtin/train]", "data.test=[runs/data/builtin/valid]"]
     done = run(tmp_path, *more, *sets)
     steps = [line.split("/")[0] for line in done.stdout.splitlines() if line.startswith("step ")]

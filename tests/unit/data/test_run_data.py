@@ -57,7 +57,7 @@ def test_what_is_behind_may_not(build, sources, write):
         [{c: 3, b: 1}, (8, {b: 1})],
     ):
         with pytest.raises(
-            ValueError, match=r"the blend of the 16 samples so far was .*train_schedule=\{128: \[PREFIX:"
+            ValueError, match=r"the blend of the 16 samples so far was .*from_tokens: 128, blend: \[PREFIX:"
         ):
             run_data(build(*stages, num_samples=40)).check(stored, config(), 16)
     same = run_data(build({a: 3, b: 1}, (8, {b: 1}), num_samples=40))
