@@ -1,6 +1,7 @@
 """The data of a run: training, validation and test sets, and the record by which a resumed run knows its place."""
 
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,12 +138,12 @@ def unique_labels(prefixes: list[str]) -> dict[str, str]:
 
     Example: /data/web/valid and /data/code/valid are web_valid and code_valid.
     """
-    parts = {prefix: Path(prefix).parts for prefix in prefixes}
-    assert len(set(parts.values())) == len(parts), prefixes
-    depth = 1
-    while len({path[-depth:] for path in parts.values()}) < len(parts):
-        depth += 1
-    return {prefix: "_".join(path[-depth:]) for prefix, path in parts.items()}
+    parts = {prefix: [re.sub(r"[^A-Za-z0-9.-]", "_", part) for part in Path(prefix).parts] for prefix in prefixes}
+    for depth in range(1, max(map(len, parts.values()), default=0) + 1):
+        labels = {prefix: "_".join(path[-depth:]) for prefix, path in parts.items()}
+        if len(set(labels.values())) == len(labels):
+            return labels
+    return {prefix: f"source_{number}" for number, prefix in enumerate(prefixes)}
 
 
 def _words(record: Mapping[str, Any]) -> str:

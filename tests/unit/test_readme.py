@@ -57,7 +57,7 @@ def test_the_four_commands_from_json_lines_to_a_blend(tmp_path):
     ]
     for command in commands:
         words = [sys.executable, *shlex.split(command)[1:]]
-        words += small if "pretrain" in words[2] else ["--max-bytes", "400000"] if "builtin" in words else []
+        words += small if words[2].endswith(".pretrain") else ["--max-bytes", "400000"] if "builtin" in words else []
         done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     log = (tmp_path / "runs" / "blend" / "logs" / "rank_0.log").read_text()

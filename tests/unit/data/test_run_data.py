@@ -9,6 +9,7 @@ import pytest
 from msa_pretrain.data.indexed import FILES
 from msa_pretrain.data.order import LongDocuments, Packing
 from msa_pretrain.training.datasets import RunData, describe_uses, unique_labels
+from msa_pretrain.training.metrics import find_metric
 
 
 def config(num_samples=40, **changes):
@@ -96,9 +97,13 @@ def test_what_is_told_before_the_first_step(build, sources):
 
 
 def test_labels_tell_sources_apart():
+    for label in ("web_valid", "a.b-c"):
+        assert find_metric(f"eval/valid/lm_loss/{label}").unit == "nats/token"
     assert unique_labels(["/d/web/valid", "/d/code/valid"]) == {
         "/d/web/valid": "web_valid",
         "/d/code/valid": "code_valid",
     }
     assert unique_labels(["/d/valid"]) == {"/d/valid": "valid"} and unique_labels([]) == {}
     assert list(unique_labels(["a", "x/a"]).values()) == ["a", "x_a"]
+    assert list(unique_labels(["my data/a:b"]).values()) == ["a_b"]
+    assert list(unique_labels(["x y/a", "x_y/a"]).values()) == ["source_0", "source_1"]
