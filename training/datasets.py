@@ -77,9 +77,7 @@ class RunData:
                 stored["total_samples"],
                 now["total_samples"],
             )
-        logger.info(
-            "samples consumed so far: %s", {now["prefixes"][print_]: n for print_, n in now["consumed"].items()}
-        )
+        logger.info("samples consumed so far: %s", self.train.consumed(consumed_samples))
 
 
 def build_datasets(config: TrainConfig) -> RunData:

@@ -5,7 +5,7 @@ Names read `section/name` with the unit in the name. A placeholder stands for a 
     <i>      layer number, counted from 0 over the whole model      indexer/kl/layer_12
     <r>      KV group of that layer                                 indexer/score_recall/layer_12/group_3
     <set>    name of an evaluation set                              eval/valid/lm_loss
-    <source> source of an evaluation set                        eval/valid/lm_loss/web_valid
+    <source> source of an evaluation set                            eval/valid/lm_loss/web_valid
     <phase>  dense, warmup or sparse                                eval/valid/lm_loss_sparse
     <task>, <len>  RULER task and context length                    eval/ruler/niah_single_4096
 
