@@ -1,269 +1,300 @@
-"""Samples of a fixed length, cut from indexed documents by megatron-core's GPT dataset, with the document borders kept.
+"""Samples of `s` tokens, packed from indexed documents and blended from several sources, document borders kept.
 
-A sample is `s + 1` consecutive tokens of the shuffled documents: `s` inputs and, shifted by one, `s` labels. A document
-that is cut at a sample border goes on in another sample, where it starts a new segment at position 0. What an epoch
-cannot fill (fewer than `s` tokens at its end) is dropped. Sample `i` depends on the blend, `num_samples`, `seq_length`
-and `seed` alone: changing one of them in the middle of a run repeats some samples and skips others.
+`concat`: `s` consecutive tokens of the shuffled documents; a document that is cut at a sample border goes on in another
+sample, where it starts a new segment at position 0. `best_fit`: whole documents, and padding where none fits any more
+(`best_fit.py`). In both, the label of a document's last token (its EOD) is masked.
+
+Sample `i` depends on the blends up to it, `seq_length`, `seed`, the packing and the data, and on nothing else: not on
+the length of the run, the number of ranks, the micro-batch or the batch size.
 """
 
-import importlib
+import hashlib
 import itertools
-from dataclasses import dataclass, field
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from megatron.core.datasets.blended_dataset import BlendedDataset
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-from megatron.core.datasets.utils import Split
 from torch import Tensor
-from torch.utils.data import Subset
+from torch.utils.data import Dataset
 
-from .prepare import Manifest, open_indexed_dataset
-from .tokenizer import TokenizerIdentity
+from .best_fit import PackedOrder, best_fit_order
+from .cache import Arrays, cached
+from .combine import require_one_vocabulary
+from .indexed import IndexedDataset, Manifest, open_indexed_dataset
+from .order import (
+    MAX_SOURCES,
+    ConcatOrder,
+    LongDocuments,
+    Packing,
+    Stage,
+    blend_order,
+    concat_order,
+    epochs_for,
+    source_names,
+)
 
-# megatron-core numbers the documents of all epochs of a source with int32.
-MAX_DOCUMENT_INDEX = 2**31 - 1
+ORDER_VERSION = 1  # raised when the same arguments give another order, so that no old cache entry is taken for it
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One row of `s` tokens and the documents it is cut from; a segment is one document's part of the row."""
+    """One row of `s` tokens and the documents it is made of; a segment is one document's part of the row."""
 
     tokens: Tensor  # int64 [s]
     labels: Tensor  # int64 [s], the next token
-    loss_mask: Tensor  # bool [s], False where the label is another document's first token
-    segment_lengths: tuple[int, ...]  # sums to s
-    document_ids: tuple[int, ...]  # of each segment, unique over all sources of the blend
+    loss_mask: Tensor  # bool [s], False where the next token is not the same document's
+    segment_lengths: tuple[int, ...]  # what is missing to s is padding behind the last segment
+    document_ids: tuple[int, ...]  # of each segment, unique over all sources of the run
 
 
 @dataclass(frozen=True)
 class SourceUse:
-    """How often a run of `num_samples` goes through one source of its blend."""
+    """What a run draws from one source."""
 
     prefix: str
-    share: float
-    num_samples: float
+    num_samples: int
+    num_tokens: int  # without padding
+    share: float  # of the run's tokens
     num_epochs: float
+    padding: float  # share of the positions of its samples
+    num_dropped: int  # documents that were left out because they are longer than a sample, each epoch counted
 
 
-@dataclass
-class PackedDatasetConfig(GPTDatasetConfig):
-    """Megatron's dataset config and, for each source, what the samples need to know about it."""
+class ConcatSource:
+    """Consecutive tokens of one source's shuffled documents."""
 
-    fingerprints: dict[str, str] = field(kw_only=True)
-    """SHA-256 of each source's tokens; part of the cache key, or a source prepared anew would meet its old index."""
+    def __init__(self, dataset: IndexedDataset, order: ConcatOrder, seq_length: int, first_document: int) -> None:
+        self.dataset, self.order = dataset, order
+        self._seq_length, self._first_document = seq_length, first_document
 
-    document_offsets: dict[str, int] = field(kw_only=True)
-    """What to add to a source's document numbers to make them unique over the blend."""
-
-
-class PackedDataset(GPTDataset):
-    """Megatron's GPT dataset of one source, giving `Sample`s with document borders taken from document lengths."""
-
-    @staticmethod
-    def _key_config_attributes() -> list[str]:
-        return [*GPTDataset._key_config_attributes(), "fingerprints"]
-
-    def __getitem__(self, idx: int) -> Sample:  # type: ignore[override]
-        parts, documents = self._document_parts(idx)
-        text = np.concatenate(parts).astype(np.int64)  # [s + 1]
-        sequence_length, vocab_size = self.config.sequence_length, self.config.tokenizer.vocab_size
-        assert text.size == sequence_length + 1, (text.size, sequence_length)
-        if text.max() >= vocab_size or text.min() < 0:
-            raise ValueError(
-                f"{self.dataset_path} holds token ids up to {text.max()} (sample {idx}, documents {documents}), but "
-                f"its manifest says vocab_size {vocab_size}. Prepare the data again (prepare_data --overwrite)."
-            )
-        lengths = [len(part) for part in parts]
-        loss_mask = torch.ones(sequence_length, dtype=torch.bool)
-        loss_mask[[border - 1 for border in itertools.accumulate(lengths[:-1])]] = False
-        lengths[-1] -= 1  # the last token is a label only
-        if lengths[-1] == 0:
-            lengths.pop()
-            documents.pop()
-        tokens = torch.from_numpy(text)
-        return Sample(
-            tokens=tokens[:-1].contiguous(),
-            labels=tokens[1:].contiguous(),
-            loss_mask=loss_mask,
-            segment_lengths=tuple(lengths),
-            document_ids=tuple(self.config.document_offsets[self.dataset_path] + document for document in documents),
-        )
-
-    def _document_parts(self, idx: int) -> tuple[list[np.ndarray], list[int]]:
-        """The sample's `s + 1` tokens, one array for each document part, and the parts' document numbers."""
-        row = self.shuffle_index[idx]
-        first, first_offset = (int(value) for value in self.sample_index[row])
-        last, last_offset = (int(value) for value in self.sample_index[row + 1])
-        parts, documents = [], []
-        for position in range(first, last + 1):
-            document = int(self.document_index[position])
+    def __getitem__(self, index: int) -> Sample:
+        row = int(self.order.shuffle[index])
+        (first, first_offset), (last, last_offset) = self.order.starts[row : row + 2].tolist()
+        parts, documents = [], self.order.documents[first : last + 1].tolist()
+        for position, document in zip(range(first, last + 1), documents, strict=True):
             start = first_offset if position == first else 0
             # The sample ends with the token at `last_offset`, which is also the first token of the next sample.
             length = last_offset + 1 - start if position == last else None
-            parts.append(self.dataset.get(document, offset=start, length=length))
-            documents.append(document)
-        return parts, documents
+            parts.append(self.dataset.get(document, start, length))
+        lengths = [part.size for part in parts]
+        masked = [border - 1 for border in itertools.accumulate(lengths[:-1])]
+        lengths[-1] -= 1  # the last token is a label only
+        if not lengths[-1]:
+            lengths.pop()
+        text = np.concatenate(parts).astype(np.int64)
+        return _sample(text[:-1], text[1:], masked, lengths, documents, self._first_document)
+
+    def use(self, num_samples: int) -> dict[str, float]:
+        tokens = num_samples * self._seq_length
+        return {"num_tokens": tokens, "num_epochs": tokens / self.dataset.manifest.num_tokens, "num_dropped": 0}
 
 
-class BlendedPackedDataset(BlendedDataset):
-    """Megatron's blend, except that it gives `Sample`s and can be built without a process group."""
+class BestFitSource:
+    """Packs of one source's documents, filled up with its EOD."""
 
-    def __getitem__(self, idx: int) -> Sample:  # type: ignore[override]
-        return self.datasets[self.dataset_index[idx]][self.dataset_sample_index[idx]]
+    def __init__(self, dataset: IndexedDataset, order: PackedOrder, seq_length: int, first_document: int) -> None:
+        self.dataset, self.order = dataset, order
+        self._seq_length, self._first_document = seq_length, first_document
 
-    def _build_indices(self) -> tuple[np.ndarray, np.ndarray]:
-        if torch.distributed.is_initialized():
-            return super()._build_indices()
-        # Megatron asks for this process's rank before it writes its cache, which fails here. A single process builds
-        # the index in memory instead: it takes milliseconds.
-        from megatron.core.datasets.helpers import build_blending_indices
+    def __getitem__(self, index: int) -> Sample:
+        order, eod = self.order, self.dataset.manifest.eod_id
+        parts = slice(*order.starts[index : index + 2].tolist())
+        documents, lengths = order.documents[parts].tolist(), order.lengths[parts].tolist()
+        tokens = np.full(self._seq_length, eod, dtype=np.int64)
+        labels = tokens.copy()
+        masked, start = [], 0
+        for document, offset, length in zip(documents, order.offsets[parts].tolist(), lengths, strict=True):
+            follows = offset + length < self.dataset.lengths[document]  # a cut document: the label is its next token
+            text = self.dataset.get(document, offset, length + int(follows))
+            tokens[start : start + length] = text[:length]
+            labels[start : start + text.size - 1] = text[1:]
+            start += length
+            if not follows:
+                masked.append(start - 1)
+        masked += range(start, self._seq_length)
+        return _sample(tokens, labels, masked, lengths, documents, self._first_document)
 
-        dataset_index = np.zeros(self.size, dtype=np.int16)
-        sample_index = np.zeros(self.size, dtype=np.int64)
-        build_blending_indices(dataset_index, sample_index, self.weights, len(self.datasets), self.size, False)
-        for number, dataset in enumerate(self.datasets):
-            drawn = int((dataset_index == number).sum())
-            assert drawn <= len(dataset), (dataset.dataset_path, drawn, len(dataset))
-        return dataset_index, sample_index
+    def use(self, num_samples: int) -> dict[str, float]:
+        order = self.order
+        tokens = int(order.lengths[: order.starts[num_samples]].sum(dtype=np.int64))
+        used = num_samples / max(1, order.starts.size - 1)
+        per_epoch = self.dataset.manifest.num_tokens
+        return {
+            "num_tokens": tokens,
+            "num_epochs": (tokens + used * order.num_dropped_tokens) / per_epoch,
+            "num_dropped": order.num_dropped,
+        }
 
 
-class PackedDatasetBuilder(BlendedMegatronDatasetBuilder):
-    """Megatron's builder, with the blend class replaced."""
+def _sample(
+    tokens: np.ndarray, labels: np.ndarray, masked: list[int], lengths: list[int], documents: list[int], first: int
+) -> Sample:
+    loss_mask = torch.ones(tokens.size, dtype=torch.bool)
+    loss_mask[masked] = False
+    return Sample(
+        tokens=torch.from_numpy(np.ascontiguousarray(tokens)),
+        labels=torch.from_numpy(np.ascontiguousarray(labels)),
+        loss_mask=loss_mask,
+        segment_lengths=tuple(lengths),
+        document_ids=tuple(first + document for document in documents[: len(lengths)]),
+    )
 
-    @staticmethod
-    def build_generic_dataset(cls: Any, *args: Any) -> Any:
-        return BlendedMegatronDatasetBuilder.build_generic_dataset(
-            BlendedPackedDataset if cls is BlendedDataset else cls, *args
-        )
+
+class BlendedDataset(Dataset[Sample]):
+    """The samples of a run, in their order over all sources."""
+
+    def __init__(
+        self,
+        sources: dict[str, ConcatSource | BestFitSource],
+        source_of: np.ndarray,
+        sample_of: np.ndarray,
+        stages: Sequence[Stage],
+        seq_length: int,
+    ) -> None:
+        self.sources, self.stages, self.seq_length = sources, tuple(stages), seq_length
+        self._by_number = list(sources.values())
+        self._source_of, self._sample_of = source_of, sample_of
+
+    def __len__(self) -> int:
+        return len(self._source_of)
+
+    def __getitem__(self, index: int) -> Sample:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        return self._by_number[self._source_of[index]][int(self._sample_of[index])]
+
+    @property
+    def manifests(self) -> dict[str, Manifest]:
+        return {prefix: source.dataset.manifest for prefix, source in self.sources.items()}
+
+    def consumed(self, num_samples: int) -> dict[str, int]:
+        """Samples of each source among the first `num_samples` of the run."""
+        counts = np.zeros(len(self.sources), dtype=np.int64)
+        for start in range(0, num_samples, 1 << 24):
+            counts += np.bincount(self._source_of[start : min(num_samples, start + (1 << 24))], minlength=counts.size)
+        return dict(zip(self.sources, counts.tolist(), strict=True))
+
+    def uses(self) -> list[SourceUse]:
+        """What the whole run draws from each source; to be shown before the first step."""
+        drawn = self.consumed(len(self))
+        numbers = {prefix: source.use(drawn[prefix]) for prefix, source in self.sources.items()}
+        total = sum(use["num_tokens"] for use in numbers.values())
+        return [
+            SourceUse(
+                prefix=prefix,
+                num_samples=drawn[prefix],
+                num_tokens=int(use["num_tokens"]),
+                share=use["num_tokens"] / total,
+                num_epochs=use["num_epochs"],
+                padding=1 - use["num_tokens"] / max(1, drawn[prefix] * self.seq_length),
+                num_dropped=int(use["num_dropped"]),
+            )
+            for prefix, use in numbers.items()
+        ]
 
 
 def build_dataset(
-    blend: dict[str, float],
+    stages: Sequence[tuple[int, dict[str, float]]],
     *,
     num_samples: int,
     seq_length: int,
     seed: int,
     cache_dir: Path,
-    split_name: str,
-) -> Subset[Sample]:
-    """Exactly `num_samples` samples of `seq_length` tokens, drawn from the indexed datasets of `blend`.
+    packing: Packing = Packing.concat,
+    long_documents: LongDocuments = LongDocuments.split,
+) -> BlendedDataset:
+    """Exactly `num_samples` samples of `seq_length` tokens, drawn from indexed datasets.
 
-    blend: {path prefix: weight}. Weights are shares of samples whatever the sizes of the sources, and need not sum to
-    1; a source that is too small for its share is read again in a new order (`source_uses` says how often).
-    cache_dir: where the sample orders are kept. With torch.distributed initialised, all ranks must call this together
-    and see the same folder: rank 0 builds, the others wait and read.
-    split_name: "train", "valid" or "test"; the splits are separate files, so this only labels the cache.
+    stages: (first sample, {path prefix: weight}), from sample 0 on. Weights are shares of samples whatever the sizes of
+    the sources, and need not sum to 1; a source that is too small for its share is read again in a new order
+    (`BlendedDataset.uses` says how often).
+    cache_dir: where the orders are kept (`cache.py`); with torch.distributed initialised, all ranks must call this
+    together.
 
     Every check reads the same files on every rank, so that all ranks raise or none does.
     """
-    if split_name not in Split.__members__:
-        raise ValueError(f"split_name is {split_name!r}. Use one of {', '.join(Split.__members__)}.")
     if num_samples < 1 or seq_length < 1:
         raise ValueError(f"num_samples ({num_samples}) and seq_length ({seq_length}) must be at least 1.")
-    require_compiled_helper()
-    manifests = _read_manifests(blend, seq_length)
-    for use in _source_uses(blend, manifests, num_samples, seq_length):
-        _check_document_index(use, manifests[use.prefix])
-    any_manifest = next(iter(manifests.values()))
-    offsets = [0, *itertools.accumulate(manifest.num_documents for manifest in manifests.values())]
-    split = Split[split_name]
-    blends: list[Any] = [None] * len(Split)
-    blends[split.value] = (list(manifests), [float(weight) for weight in blend.values()])
-    sizes = [0] * len(Split)
-    sizes[split.value] = num_samples
-    config = PackedDatasetConfig(
-        random_seed=seed,
-        sequence_length=seq_length,
-        blend_per_split=blends,
-        path_to_cache=str(cache_dir),
-        mid_level_dataset_surplus=blend_surplus(len(manifests), num_samples),
-        tokenizer=TokenizerIdentity(any_manifest.tokenizer, any_manifest.vocab_size, any_manifest.eod_id),
-        # Megatron's own masks compare token values; ours come from lengths, so its are off.
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
-        create_attention_mask=False,
-        fingerprints={prefix: manifest.fingerprint for prefix, manifest in manifests.items()},
-        document_offsets=dict(zip(manifests, offsets, strict=False)),
-    )
-    dataset = PackedDatasetBuilder(PackedDataset, sizes, lambda: True, config).build()[split.value]
-    # Megatron rounds up: to whole epochs for one source, to whole samples of every source for a blend.
-    return Subset(dataset, range(num_samples))
-
-
-def blend_surplus(num_sources: int, num_samples: int) -> float:
-    """Share of samples to build above what a source of a blend is asked for.
-
-    Megatron rounds every source up, so the blend is up to `num_sources` samples longer than asked, and a large source
-    gives most of them: megatron's own 0.5% is too little for many small sources, and the build fails.
-    """
-    return 0.005 + num_sources / num_samples
-
-
-def samples_per_epoch(num_tokens: int, seq_length: int) -> int:
-    """Samples that one pass over `num_tokens` tokens gives; the last label needs one token more."""
-    return (num_tokens - 1) // seq_length
-
-
-def source_uses(blend: dict[str, float], *, num_samples: int, seq_length: int) -> list[SourceUse]:
-    """What `build_dataset` with these arguments draws from each source; to be shown before the first step."""
-    return _source_uses(blend, _read_manifests(blend, seq_length), num_samples, seq_length)
-
-
-def require_compiled_helper() -> None:
-    """Raise ImportError unless megatron-core's compiled dataset helper loads. It is never compiled here."""
-    try:
-        importlib.import_module("megatron.core.datasets.helpers_cpp")
-    except ImportError as err:
-        raise ImportError(
-            f"megatron-core's compiled dataset helper (megatron/core/datasets/helpers_cpp) does not load: {err}. "
-            "Install a megatron-core wheel that was built for this version of Python."
-        ) from err
-
-
-def _read_manifests(blend: dict[str, float], seq_length: int) -> dict[str, Manifest]:
-    if not blend:
-        raise ValueError("the blend is empty. Name at least one data prefix with its weight.")
-    for prefix, weight in blend.items():
-        if not 0 < weight < float("inf"):
-            raise ValueError(f"the weight of {prefix} is {weight}. Weights must be positive; leave out unused sources.")
-    manifests = {str(prefix): open_indexed_dataset(Path(prefix))[1] for prefix in blend}
-    first_prefix, first = next(iter(manifests.items()))
+    plan = _stages(stages)
+    opened = {prefix: open_indexed_dataset(Path(prefix)) for prefix in source_names(plan)}
+    manifests = {prefix: manifest for prefix, (_, manifest) in opened.items()}
+    require_one_vocabulary(manifests)
     for prefix, manifest in manifests.items():
         if manifest.num_tokens < seq_length + 1:
             raise ValueError(
                 f"{prefix} holds {manifest.num_tokens} tokens, fewer than the {seq_length + 1} of one sample "
                 f"(seq_length {seq_length}, and one for the last label). Use more data or a smaller seq_length."
             )
-        vocabularies = [(m.tokenizer, m.vocab_size, m.eod_id) for m in (first, manifest)]
-        if vocabularies[0] != vocabularies[1]:
-            raise ValueError(
-                f"the sources of a blend must share one tokenizer, but (tokenizer, vocab_size, eod_id) is "
-                f"{vocabularies[0]} in {first_prefix} and {vocabularies[1]} in {prefix}. "
-                "Prepare them with the same one."
-            )
-    return manifests
+    names = list(manifests)
+    numbered = [[stage.start, [[names.index(name), share] for name, share in stage.shares.items()]] for stage in plan]
+    blend = _cached(
+        cache_dir,
+        {"blend": numbered, "num_samples": num_samples},
+        lambda: dict(zip(("source", "sample"), blend_order(plan, num_samples), strict=True)),
+    )
+    counts = np.bincount(blend["source"], minlength=len(opened)).tolist()
+    first_documents = itertools.accumulate((m.num_documents for m in manifests.values()), initial=0)
+    sources: dict[str, ConcatSource | BestFitSource] = {}
+    for (prefix, (dataset, manifest)), count, first in zip(opened.items(), counts, first_documents, strict=False):
+        arguments = {"num_samples": max(count, 1), "seq_length": seq_length, "seed": seed}
+        key = {**arguments, "fingerprint": manifest.fingerprint, "packing": packing.name}
+        if packing is Packing.concat:
+            # one entry for all lengths of a run that need as many epochs
+            del key["num_samples"]
+            key["num_epochs"] = epochs_for(manifest.num_tokens, max(count, 1), seq_length)
+            arrays = _cached(cache_dir, key, partial(_concat_arrays, dataset.lengths, **arguments))
+            sources[prefix] = ConcatSource(dataset, ConcatOrder(**arrays), seq_length, first)
+        else:
+            arguments["drop_long"] = key["drop_long"] = long_documents is LongDocuments.drop
+            arrays = _cached(cache_dir, key, partial(_packed_arrays, dataset.lengths, **arguments))
+            sources[prefix] = BestFitSource(dataset, _packed_order(arrays), seq_length, first)
+    return BlendedDataset(sources, blend["source"], blend["sample"], plan, seq_length)
 
 
-def _source_uses(
-    blend: dict[str, float], manifests: dict[str, Manifest], num_samples: int, seq_length: int
-) -> list[SourceUse]:
-    total = sum(blend.values())
-    uses = []
-    for (prefix, manifest), weight in zip(manifests.items(), blend.values(), strict=True):
-        drawn = num_samples * weight / total
-        uses.append(SourceUse(prefix, weight / total, drawn, drawn * seq_length / manifest.num_tokens))
-    return uses
-
-
-def _check_document_index(use: SourceUse, manifest: Manifest) -> None:
-    num_entries = manifest.num_documents * (int(use.num_epochs) + 1)
-    if num_entries > MAX_DOCUMENT_INDEX:
+def _stages(stages: Sequence[tuple[int, dict[str, float]]]) -> list[Stage]:
+    starts = [start for start, _ in stages]
+    if not stages or starts[0] != 0 or starts != sorted(set(starts)):
         raise ValueError(
-            f"{use.prefix}: {manifest.num_documents} documents in about {use.num_epochs:.1f} epochs exceed "
-            f"megatron-core's limit of {MAX_DOCUMENT_INDEX} document entries. Split the source or draw fewer samples."
+            f"the stages of a blend must begin at growing samples, the first at 0; they begin at {starts}."
         )
+    for _, blend in stages:
+        if not blend:
+            raise ValueError("the blend is empty. Name at least one data prefix with its weight.")
+        for prefix, weight in blend.items():
+            if not 0 < weight < float("inf"):
+                raise ValueError(
+                    f"the weight of {prefix} is {weight}. Weights must be positive; leave out unused sources."
+                )
+    plan = [
+        Stage(start, {str(prefix): weight / sum(blend.values()) for prefix, weight in blend.items()})
+        for start, blend in stages
+    ]
+    if (number := len(source_names(plan))) > MAX_SOURCES:
+        raise ValueError(f"{number} sources are more than the {MAX_SOURCES} that a run can have. Merge some of them.")
+    return plan
+
+
+def _cached(cache_dir: Path, key: dict[str, object], build: Callable[[], Arrays]) -> Arrays:
+    content = json.dumps({**key, "version": ORDER_VERSION}, sort_keys=True)
+    return cached(cache_dir, hashlib.sha256(content.encode()).hexdigest()[:32], build)
+
+
+def _concat_arrays(lengths: np.ndarray, **arguments: int) -> Arrays:
+    return vars(concat_order(lengths, **arguments))
+
+
+def _packed_arrays(lengths: np.ndarray, **arguments: Any) -> Arrays:
+    arrays = dict(vars(best_fit_order(lengths, **arguments)))
+    arrays["dropped"] = np.array([arrays.pop("num_dropped"), arrays.pop("num_dropped_tokens")])
+    return arrays
+
+
+def _packed_order(arrays: Arrays) -> PackedOrder:
+    documents, tokens = arrays["dropped"].tolist()
+    parts = {name: array for name, array in arrays.items() if name != "dropped"}
+    return PackedOrder(**parts, num_dropped=documents, num_dropped_tokens=tokens)

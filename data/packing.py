@@ -1,6 +1,5 @@
 """Packed micro-batches: the samples of a micro-batch, one after another, as one row of tokens and its segments."""
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -9,6 +8,8 @@ from torch import Tensor
 
 from ..kernels import Segments
 from .dataset import Sample
+
+PADDING = -1  # the document of positions in no segment
 
 
 @dataclass(frozen=True)
@@ -20,10 +21,12 @@ class PackedBatch:
 
     tokens: Tensor  # int64 [1, t]
     labels: Tensor  # int64 [1, t]
-    loss_mask: Tensor  # float32 [1, t], 0 where the label is another document's first token
+    loss_mask: Tensor  # float32 [1, t], 0 where the label is not the same document's next token
     segments: Segments
     positions: Tensor  # int64 [1, t], from 0 in each segment
-    document_ids: Tensor  # int64 [t]; with the position, a name for a row that does not depend on the packing
+    document_ids: (
+        Tensor  # int64 [t], -1 for padding; with the position, a name for a row that does not depend on the packing
+    )
     num_target_tokens: int  # the sum of loss_mask: the LM loss's denominator
     num_valid_rows: int  # tokens in a segment: the KL's denominator, without the factor of the KV groups
 
@@ -69,14 +72,24 @@ class PackedBatch:
 
 
 def collate(samples: Sequence[Sample]) -> PackedBatch:
-    """Pack `samples` into one row. Example: segment lengths (2, 3) and (5,) give cu_seqlens 0 2 5 10."""
+    """Pack `samples` into one row. Example: segment lengths (2, 3) and (5,) of 5 tokens each give cu_seqlens 0 2 5 10.
+
+    A sample's padding stays behind it, in no segment.
+    """
     if not samples:
         raise ValueError("collate: there are no samples to pack. A micro-batch holds at least one.")
-    lengths = [length for sample in samples for length in sample.segment_lengths]
-    documents = [document for sample in samples for document in sample.document_ids]
+    rows, documents, lengths = [], [], []
+    start = 0
+    for sample in samples:
+        end = start + sample.tokens.numel()
+        for length in sample.segment_lengths:
+            rows.append((start, length, start, length))
+            start += length
+        documents += [*sample.document_ids, PADDING]
+        lengths += [*sample.segment_lengths, end - start]
+        start = end
     loss_mask = torch.cat([sample.loss_mask for sample in samples])
-    segments = Segments.from_cu_seqlens([0, *itertools.accumulate(lengths)])
-    assert segments.num_valid_rows == loss_mask.numel(), (segments.num_valid_rows, loss_mask.numel())
+    segments = Segments(rows=tuple(rows), num_queries=start, num_keys=start)
     return PackedBatch(
         tokens=torch.cat([sample.tokens for sample in samples])[None],
         labels=torch.cat([sample.labels for sample in samples])[None],

@@ -1,194 +1,415 @@
-"""Writing and opening Megatron's indexed files: `<prefix>.bin` (tokens), `<prefix>.idx` (lengths), `<prefix>.json`.
+"""From documents to indexed datasets: read, tokenize in several processes, write, and go on after a kill.
 
-The JSON manifest is written last, so its presence means that the other two are complete. Every document ends with one
-EOD; its length in the index, and never a token's value, says where it ends. megatron-core is imported only where files
-are really read or written: its import takes seconds, and recognising a finished preparation needs none of it.
+The main process reads and writes; workers parse, hash and tokenize. What is written depends on the inputs and the
+recipe alone, never on the number of workers or on interruptions.
 """
 
-import dataclasses
+import contextlib
+import fcntl
 import hashlib
 import json
+import multiprocessing
 import os
 import platform
-from collections.abc import Iterable
-from dataclasses import dataclass
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .corpus import DEFAULT_MAX_BYTES, SPLITS, read_corpus
-from .tokenizer import BYTE_EOD_ID, ByteTokenizer
+from .documents import COMPRESSIONS, Batch, Unit, find_units, read_batches, texts_of
+from .indexed import FILES, Manifest, Source, open_indexed_dataset, read_manifest
+from .tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from .writer import IdOutsideError, IndexedWriter, with_eod, write_indexed_dataset
 
-if TYPE_CHECKING:
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
+__all__ = [
+    "Recipe",
+    "open_indexed_dataset",
+    "prepare",
+    "prepare_builtin_corpus",
+    "read_manifest",
+    "write_indexed_dataset",
+]
 
-
-_REMEDY = "Prepare the data again (prepare_data --overwrite)."
+TRAIN = "train"
+_COMMIT_EVERY_S = 10.0
+_QUEUED = 3  # batches waiting for each worker
 
 
 @dataclass(frozen=True, kw_only=True)
-class Manifest:
-    """What an indexed dataset holds. Tokens and lengths include each document's EOD."""
+class Recipe:
+    """All that the prepared data depend on, besides the contents of the inputs."""
+
+    inputs: list[str]
+    tokenizer: str
+    eod_token: str | None = None
+    text_column: str = "text"
+    text_unit: str | None = None
+    """What a document of a text file is: the file, a paragraph or a line."""
+    split: str = "train"
+    """Of hub datasets."""
+    held_out: dict[str, float] = field(default_factory=dict)
+    """Share of the documents of each further split, for example {"valid": 0.01}; a document's text decides, so equal
+    documents are in the same split."""
+    shard: tuple[int, int] = (0, 1)
+    """(number, count): this preparation takes every count-th unit, from the number-th on."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a preparation is."""
 
     num_documents: int
     num_tokens: int
-    num_empty_documents: int  # skipped while writing
-    longest_document: int
-    dtype: str  # of one token in the .bin file
-    tokenizer: str
-    vocab_size: int
-    eod_id: int
-    fingerprint: str  # SHA-256 of lengths and tokens: cached sample orders are valid for these data alone
-    source: str  # what it was made from, in words; a preparation is reused when this is equal
-
-    @property
-    def num_bytes(self) -> int:
-        """The size that the .bin file must have."""
-        return self.num_tokens * np.dtype(self.dtype).itemsize
+    documents_per_s: float
+    tokens_per_s: float
+    seconds_left: float | None  # None where the size of the inputs is not known (hub, a first compressed file)
 
 
-def bin_path(prefix: Path) -> Path:
-    return prefix.with_name(prefix.name + ".bin")
+@dataclass
+class _State:
+    """What `prepare` goes on from, next to the committed documents of every split."""
+
+    recipe: str
+    unit: int = 0
+    row: int = 0
+    documents: dict[str, int] = field(default_factory=dict)
+    empty: dict[str, int] = field(default_factory=dict)
+    repaired: dict[str, int] = field(default_factory=dict)
+    units: list[list] = field(default_factory=list)  # of each unit begun: documents, sha256 of their text, bytes
 
 
-def idx_path(prefix: Path) -> Path:
-    return prefix.with_name(prefix.name + ".idx")
+@dataclass(frozen=True)
+class _Tokenized:
+    """What a worker makes of a batch."""
+
+    unit: int
+    end_row: int
+    parts: dict[str, tuple[np.ndarray, np.ndarray]]  # split -> (tokens, lengths)
+    empty: dict[str, int]
+    repaired: dict[str, int]
+    num_texts: int
+    num_raw_bytes: int  # of the rows, near enough for the time left
+    sha256: bytes  # of the texts' hashes
 
 
-def manifest_path(prefix: Path) -> Path:
-    return prefix.with_name(prefix.name + ".json")
-
-
-def write_indexed_dataset(
-    documents: Iterable[tuple[str, np.ndarray | list[int]]],
-    prefix: Path,
+def prepare(
+    recipe: Recipe,
+    output: Path,
     *,
-    vocab_size: int,
-    eod_id: int = BYTE_EOD_ID,
-    tokenizer: str = ByteTokenizer.name,
-    source: str = "",
-) -> Manifest:
-    """Write `documents` (name, ids without EOD) as an indexed dataset at `prefix` and return its manifest.
+    num_workers: int = 1,
+    overwrite: bool = False,
+    on_progress: Callable[[Progress], None] = lambda _: None,
+) -> dict[str, tuple[Manifest, bool]]:
+    """Write `output`/train and every held-out split; {split: (manifest, reused)}. With shards the names end in
+    `-00000-of-00004`.
 
-    Appends `eod_id` to every document; skips and counts empty ones. Raises ValueError for an id outside
-    0..vocab_size - 1 (megatron-core would wrap it in silence) and for a corpus without any token. Nothing appears
-    under the final names until everything is written.
+    A finished preparation of the same recipe and inputs is reused, an unfinished one continued; one of another recipe
+    is refused unless `overwrite`. Raises ValueError for whatever a user can mend.
     """
-    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+    number, count = recipe.shard
+    if not 0 <= number < count:
+        raise ValueError(f"--shard {number}/{count}: the number must lie in 0..{count - 1}.")
+    if num_workers < 1:
+        raise ValueError(f"--num-workers ({num_workers}) must be at least 1.")
+    if bad := {name: share for name, share in recipe.held_out.items() if not (0 < share < 1 and name.isidentifier())}:
+        raise ValueError(f"--held-out {bad}: a name and a share between 0 and 1 are expected, as in valid=0.01.")
+    if TRAIN in recipe.held_out or sum(recipe.held_out.values()) >= 1:
+        raise ValueError(f"--held-out {recipe.held_out} must leave something to the split called train.")
+    units = find_units(recipe.inputs, split=recipe.split)
+    if any(unit.kind == "text" for unit in units) != (recipe.text_unit is not None):
+        raise ValueError(
+            "--text-unit says what a document of a text file is (document, paragraph or line): it must be given when "
+            f"there are text files, and only then. It is {recipe.text_unit}."
+        )
+    if count > len(units):
+        raise ValueError(f"--shard {number}/{count}: there are only {len(units)} files to share. Use fewer shards.")
+    units = units[number::count]
+    tokenizer = load_tokenizer(recipe.tokenizer, recipe.eod_token)
+    suffix = f"-{number:05}-of-{count:05}" if count > 1 else ""
+    prefixes = {split: Path(output) / f"{split}{suffix}" for split in (TRAIN, *recipe.held_out)}
+    source = _describe(recipe, units, tokenizer)
+    if not overwrite and (finished := _finished(prefixes, source)):
+        return finished
+    Path(output).mkdir(parents=True, exist_ok=True)
+    with _only_one(Path(output) / f".prepare{suffix}.lock"):
+        job = _Job(recipe, units, tokenizer, prefixes, Path(output) / f".prepare{suffix}.json", source, overwrite)
+        manifests = job.run(num_workers, on_progress)
+    return {split: (manifest, False) for split, manifest in manifests.items()}
 
-    if not 0 <= eod_id < vocab_size:
-        raise ValueError(f"eod_id ({eod_id}) must lie in 0..{vocab_size - 1} (vocab_size {vocab_size}).")
-    dtype = DType.optimal_dtype(vocab_size)
-    prefix = Path(prefix)
-    prefix.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = prefix.with_name(f".{prefix.name}.unfinished-{os.getpid()}")
-    lengths: list[int] = []
-    num_empty = 0
-    digest = hashlib.sha256()
-    try:
-        builder = IndexedDatasetBuilder(str(bin_path(unfinished)), dtype=dtype)
-        try:
-            for number, (name, ids) in enumerate(documents):
-                array = _checked_ids(ids, f"document {name!r} (number {number})", vocab_size)
-                if not array.size:
-                    num_empty += 1
-                    continue
-                tokens = np.append(array, eod_id).astype(dtype)
-                builder.add_document(tokens, [tokens.size])
-                lengths.append(tokens.size)
-                digest.update(tokens.size.to_bytes(8, "little"))
-                digest.update(tokens.tobytes())
-            if not lengths:
+
+class _Job:
+    """One preparation: its writers, its state on disk, its clock."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        units: list[Unit],
+        tokenizer: Tokenizer,
+        prefixes: dict[str, Path],
+        state_path: Path,
+        source: str,
+        overwrite: bool,
+    ) -> None:
+        self.recipe, self.units, self.tokenizer, self.source = recipe, units, tokenizer, source
+        self._state_path = state_path
+        self.state = _State(source)
+        if overwrite:
+            state_path.unlink(missing_ok=True)
+            for prefix in prefixes.values():
+                IndexedWriter(prefix, tokenizer).discard()
+        elif state_path.is_file():
+            self.state = _State(**json.loads(state_path.read_text()))
+            if self.state.recipe != source:
                 raise ValueError(
-                    f"nothing to write at {prefix}: of {num_empty} documents, {num_empty} are empty. "
-                    "Check the corpus and the tokenizer."
+                    f"{state_path.parent} holds an unfinished preparation of something else ({self.state.recipe}; now "
+                    f"{source}). Finish it with its own arguments, choose another --output, or pass --overwrite."
                 )
-        except BaseException:
-            builder.data_file.close()
-            raise
-        builder.finalize(str(idx_path(unfinished)))
-        manifest = Manifest(
-            num_documents=len(lengths),
-            num_tokens=sum(lengths),
-            num_empty_documents=num_empty,
-            longest_document=max(lengths),
-            dtype=np.dtype(dtype).name,
-            tokenizer=tokenizer,
-            vocab_size=vocab_size,
-            eod_id=eod_id,
-            fingerprint=digest.hexdigest(),
-            source=source,
+        # killed while it gave the files their names, one split after another
+        self.finished = {} if overwrite else _manifests(prefixes, source)
+        self.writers = {
+            split: IndexedWriter(prefix, tokenizer) for split, prefix in prefixes.items() if split not in self.finished
+        }
+        for split, writer in self.writers.items():
+            writer.restore(self.state.documents.get(split, 0))
+
+    def run(self, num_workers: int, on_progress: Callable[[Progress], None]) -> dict[str, Manifest]:
+        recipe, state = self.recipe, self.state
+        batches = read_batches(
+            self.units,
+            text_column=recipe.text_column,
+            text_unit=recipe.text_unit,
+            start=(state.unit, state.row),
         )
-        manifest_path(unfinished).write_text(json.dumps(dataclasses.asdict(manifest), indent=2) + "\n")
-        # An old manifest must not vouch for new files, should this process die between the renames.
-        manifest_path(prefix).unlink(missing_ok=True)
-        for path in (bin_path, idx_path, manifest_path):
-            os.replace(path(unfinished), path(prefix))
-    finally:
-        for path in (bin_path, idx_path, manifest_path):
-            path(unfinished).unlink(missing_ok=True)
-    return manifest
+        before = self._totals()
+        start = last_commit = time.perf_counter()
+        for result in _tokenize(batches, recipe, self.tokenizer, num_workers):
+            self._write(result)
+            now = time.perf_counter()
+            if now - last_commit > _COMMIT_EVERY_S:
+                self._commit()
+                last_commit = now
+                on_progress(self._progress(before, now - start))
+        self._commit()
+        on_progress(self._progress(before, time.perf_counter() - start))
+        manifests = self._finish()
+        self._state_path.unlink()
+        return manifests
 
+    def _write(self, result: _Tokenized) -> None:
+        state = self.state
+        for split, (tokens, lengths) in result.parts.items():
+            self.writers[split].add(tokens, lengths)
+        for counts, more in ((state.empty, result.empty), (state.repaired, result.repaired)):
+            for split, number in more.items():
+                counts[split] = counts.get(split, 0) + number
+        if len(state.units) <= result.unit:
+            state.units.append([0, "", 0])
+        unit = state.units[result.unit]
+        if result.num_texts:  # a unit that is taken up again at its end gives one more batch, without texts
+            unit[0] += result.num_texts
+            unit[1] = hashlib.sha256(unit[1].encode() + result.sha256).hexdigest()
+            unit[2] += result.num_raw_bytes
+        state.unit, state.row = result.unit, result.end_row
 
-def _checked_ids(ids: np.ndarray | list[int], document: str, vocab_size: int) -> np.ndarray:
-    array = np.asarray(ids)
-    if not array.size:
-        return array.astype(np.int64)
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise ValueError(
-            f"{document} must be a flat list of integer token ids; got shape {array.shape}, dtype {array.dtype}."
-        )
-    outside = array[(array < 0) | (array >= vocab_size)]
-    if outside.size:
-        raise ValueError(
-            f"{document} holds token id {outside[0]}, outside 0..{vocab_size - 1} (vocab_size {vocab_size}). "
-            "Tokenize with the tokenizer that vocab_size belongs to."
-        )
-    return array
+    def _commit(self) -> None:
+        self.state.documents |= {split: writer.commit() for split, writer in self.writers.items()}
+        unfinished = self._state_path.with_suffix(".tmp")
+        unfinished.write_text(json.dumps(asdict(self.state)))
+        os.replace(unfinished, self._state_path)
 
-
-def read_manifest(prefix: Path) -> Manifest:
-    """The manifest at `prefix`, after checking that the files are there and that the .bin file is whole."""
-    prefix = Path(prefix)
-    for path in (bin_path(prefix), idx_path(prefix), manifest_path(prefix)):
-        if not path.is_file():
+    def _finish(self) -> dict[str, Manifest]:
+        state = self.state
+        if empty := [split for split, number in state.documents.items() if not number and split != TRAIN]:
             raise ValueError(
-                f"data file {path} is missing. Make it with: "
-                f"python -m msa_pretrain.scripts.prepare_data --corpus builtin --output {prefix.parent}"
+                f"no document fell into split {empty[0]}: its share of {self.recipe.held_out[empty[0]]} is too small "
+                f"for {sum(state.documents.values())} documents. Raise it in --held-out, or leave it out."
             )
-    fields = json.loads(manifest_path(prefix).read_text())
-    expected = {field.name for field in dataclasses.fields(Manifest)}
-    if set(fields) != expected:
-        raise ValueError(
-            f"{manifest_path(prefix)} is not a manifest of this version: "
-            f"missing {sorted(expected - set(fields))}, unknown {sorted(set(fields) - expected)}. {_REMEDY}"
+        sources = [
+            Source(name=unit.name, num_bytes=unit.num_bytes, num_documents=number, sha256=digest)
+            for unit, (number, digest, _) in zip(self.units, state.units, strict=True)
+        ]
+        return self.finished | {
+            split: writer.finish(
+                source=self.source,
+                sources=sources,
+                num_empty=state.empty.get(split, 0),
+                num_repaired=state.repaired.get(split, 0),
+            )
+            for split, writer in self.writers.items()
+        }
+
+    def _totals(self) -> tuple[int, int, float | None]:
+        """Documents, tokens, and the share of the inputs that is done, where their sizes tell."""
+        statistics = [writer.statistics for writer in self.writers.values()]
+        sizes = [unit.num_bytes for unit in self.units]
+        share = None
+        if None not in sizes:
+            done = sum(size or 0 for size in sizes[: self.state.unit])
+            current = self.units[self.state.unit]
+            if self.state.units and current.kind in ("json", "text") and not current.name.endswith(COMPRESSIONS):
+                done += min(self.state.units[-1][2], current.num_bytes or 0)
+            share = done / max(1, sum(size or 0 for size in sizes))
+        return sum(s.num_documents for s in statistics), sum(s.num_tokens for s in statistics), share
+
+    def _progress(self, before: tuple[int, int, float | None], seconds: float) -> Progress:
+        documents, tokens, share = self._totals()
+        done_here = share - before[2] if share is not None and before[2] is not None else 0.0
+        return Progress(
+            num_documents=documents,
+            num_tokens=tokens,
+            documents_per_s=(documents - before[0]) / seconds,
+            tokens_per_s=(tokens - before[1]) / seconds,
+            seconds_left=seconds * (1 - (share or 0.0)) / done_here if done_here else None,
         )
-    manifest = Manifest(**fields)
-    actual = bin_path(prefix).stat().st_size
-    if actual != manifest.num_bytes:
-        raise ValueError(
-            f"{bin_path(prefix)} has {actual} bytes, but {manifest.num_tokens} tokens of {manifest.dtype} need "
-            f"{manifest.num_bytes}: the file is truncated or from another run. {_REMEDY}"
-        )
-    return manifest
 
 
-def open_indexed_dataset(prefix: Path) -> tuple["IndexedDataset", Manifest]:
-    """Open the files at `prefix`; raises ValueError unless .bin, .idx and manifest agree with one another."""
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
+def _tokenize(batches: Iterable[Batch], recipe: Recipe, tokenizer: Tokenizer, num_workers: int) -> Iterator[_Tokenized]:
+    """The batches through the workers, in order, a few of them at a time; one worker is this process."""
+    if num_workers == 1:
+        worker = _Worker(tokenizer, recipe.text_column, recipe.held_out)
+        yield from map(worker.tokenize, batches)
+        return
+    arguments = (recipe.tokenizer, recipe.eod_token, recipe.text_column, recipe.held_out)
+    # forkserver: a fork of a process with threads (pyarrow's) may hang
+    context = multiprocessing.get_context("forkserver")
+    with ProcessPoolExecutor(num_workers, context, _start_worker, arguments) as pool:
+        waiting: deque[Future[_Tokenized]] = deque()
+        try:
+            for batch in batches:
+                waiting.append(pool.submit(_tokenize_batch, batch))
+                if len(waiting) > _QUEUED * num_workers:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        except BrokenProcessPool as err:
+            raise ValueError(
+                "a worker process died, most likely for want of memory. Run the same command again to go on from the "
+                "last commit, with fewer --num-workers."
+            ) from err
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
-    manifest = read_manifest(prefix)
-    dataset = IndexedDataset(str(prefix))
-    lengths = dataset.sequence_lengths
-    found = (len(lengths), int(lengths.sum(dtype=np.int64)), np.dtype(dataset.index.dtype).name)
-    recorded = (manifest.num_documents, manifest.num_tokens, manifest.dtype)
-    if found != recorded:
-        raise ValueError(
-            f"{idx_path(Path(prefix))} says {found[0]} documents, {found[1]} tokens of {found[2]}, but its manifest "
-            f"says {recorded[0]}, {recorded[1]} of {recorded[2]}: the files are from different runs. {_REMEDY}"
+
+@dataclass(frozen=True)
+class _Worker:
+    """Parses, hashes and tokenizes batches."""
+
+    tokenizer: Tokenizer
+    text_column: str
+    held_out: dict[str, float]
+
+    def tokenize(self, batch: Batch) -> _Tokenized:
+        texts = texts_of(batch, self.text_column)
+        by_split: dict[str, list[str]] = {}
+        repaired: dict[str, int] = {}
+        digest, num_bytes = hashlib.sha256(), 0
+        for text in texts:
+            try:
+                raw, damaged = text.encode("utf-8"), False
+            except UnicodeEncodeError:
+                text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+                raw, damaged = text.encode("utf-8"), True
+            own = hashlib.sha256(raw).digest()
+            split = _split_of(own, self.held_out)
+            by_split.setdefault(split, []).append(text)
+            if damaged:
+                repaired[split] = repaired.get(split, 0) + 1
+            digest.update(own)
+            num_bytes += len(raw)
+        parts, empty = {}, {}
+        for split, chosen in by_split.items():
+            ids, lengths = self.tokenizer.encode_batch(chosen)
+            try:
+                tokens, lengths, kept = with_eod(ids, lengths, self.tokenizer)
+            except IdOutsideError as err:
+                raise ValueError(
+                    f"{batch.name}: the document that begins {chosen[err.document][:60]!r} {err}"
+                ) from None
+            parts[split], empty[split] = (tokens, lengths), int((~kept).sum())
+        return _Tokenized(
+            unit=batch.unit,
+            end_row=batch.first_row + len(batch.rows),
+            parts=parts,
+            empty=empty,
+            repaired=repaired,
+            num_texts=len(texts),
+            num_raw_bytes=int(sum(len(row or "") for row in batch.rows) * num_bytes / max(1, sum(map(len, texts)))),
+            sha256=digest.digest(),
         )
-    return dataset, manifest
+
+
+_worker: _Worker | None = None  # of a worker process
+
+
+def _start_worker(tokenizer: str, eod_token: str | None, text_column: str, held_out: dict[str, float]) -> None:
+    global _worker
+    _worker = _Worker(load_tokenizer(tokenizer, eod_token), text_column, held_out)
+
+
+def _tokenize_batch(batch: Batch) -> _Tokenized:
+    assert _worker is not None
+    return _worker.tokenize(batch)
+
+
+def _split_of(sha256: bytes, held_out: dict[str, float]) -> str:
+    """The split of a document by the hash of its text."""
+    at = int.from_bytes(sha256[:8], "big") / 2**64
+    for split, share in held_out.items():
+        if at < share:
+            return split
+        at -= share
+    return TRAIN
+
+
+def _describe(recipe: Recipe, units: list[Unit], tokenizer: Tokenizer) -> str:
+    """The recipe in words, with a hash of everything that the data depend on."""
+    content = [
+        [[unit.name, unit.num_bytes] for unit in units],
+        [tokenizer.sha256, recipe.text_column, recipe.text_unit, recipe.held_out, recipe.shard],
+    ]
+    digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+    return f"{len(units)} inputs with tokenizer {tokenizer.name}, recipe {digest}"
+
+
+def _finished(prefixes: dict[str, Path], source: str) -> dict[str, tuple[Manifest, bool]] | None:
+    """The manifests of a finished preparation; None when there is none. ValueError when it is of another source."""
+    manifests = _manifests(prefixes, source)
+    return (
+        {split: (manifest, True) for split, manifest in manifests.items()}
+        if manifests.keys() == prefixes.keys()
+        else None
+    )
+
+
+def _manifests(prefixes: dict[str, Path], source: str) -> dict[str, Manifest]:
+    """Those of the splits that are complete."""
+    there = {split: prefix for split, prefix in prefixes.items() if all(path(prefix).is_file() for path in FILES)}
+    manifests = {split: read_manifest(prefix) for split, prefix in there.items()}
+    for split, manifest in manifests.items():
+        if manifest.source != source:
+            raise ValueError(
+                f"{prefixes[split]} already holds data of another source ({manifest.source!r}, wanted {source!r}). "
+                "Choose another --output, or pass --overwrite."
+            )
+    return manifests
+
+
+@contextlib.contextmanager
+def _only_one(path: Path) -> Iterator[None]:
+    """Refuse to go on while another process on this file system is inside."""
+    with open(path, "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as err:
+            raise ValueError(f"another preparation is writing to {path.parent}. Wait for it, or stop it.") from err
+        yield
+        path.unlink(missing_ok=True)
 
 
 def prepare_builtin_corpus(
@@ -200,27 +421,14 @@ def prepare_builtin_corpus(
     run that is resumed on other data goes on without a sign of it.
     """
     tokenizer = ByteTokenizer()
-    prepared = {}
+    prepared: dict[str, tuple[Manifest, bool]] = {}
     for split in SPLITS:
         prefix = Path(output) / split
         source = f"Python {platform.python_version()} standard library, split {split}, max_bytes {max_bytes}"
-        if not overwrite and all(path(prefix).is_file() for path in (bin_path, idx_path, manifest_path)):
-            manifest = read_manifest(prefix)
-            if manifest.source != source:
-                raise ValueError(
-                    f"{prefix} already holds data of another source ({manifest.source!r}, wanted {source!r}). "
-                    "Choose another --output, or pass --overwrite."
-                )
-            prepared[split] = (manifest, True)
+        if not overwrite and (finished := _finished({split: prefix}, source)):
+            prepared |= finished
             continue
         documents = ((name, tokenizer.encode(content)) for name, content in read_corpus(split, max_bytes=max_bytes))
-        manifest = write_indexed_dataset(
-            documents,
-            prefix,
-            vocab_size=tokenizer.vocab_size,
-            eod_id=tokenizer.eod,
-            tokenizer=tokenizer.name,
-            source=source,
-        )
+        manifest = write_indexed_dataset(documents, prefix, vocab_size=tokenizer.vocab_size, source=source)
         prepared[split] = (manifest, False)
     return prepared

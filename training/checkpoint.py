@@ -63,7 +63,7 @@ def save_checkpoint(
     state: TrainState,
     *,
     phase: str,
-    data_order: tuple[int, int, int],
+    data_record: dict[str, Any],
     config_yaml: str,
     wandb_run_id: str | None,
     keep_last: int,
@@ -87,7 +87,7 @@ def save_checkpoint(
             "config": config_yaml,
             "wandb_run_id": wandb_run_id or "",
             "layout": list(_layout()),
-            "data_order": list(data_order),
+            "data": data_record,
         },
     }
     # Megatron starts a helper process for the queue by which a background save reports: it imports the main module
@@ -120,20 +120,22 @@ def find_checkpoint(folder: Path) -> Path | None:
 
 
 def load_checkpoint(
-    path: Path, chunks: list[DistributedDataParallel], optimizer: ChainedOptimizer, *, data_order: tuple[int, int, int]
+    path: Path,
+    chunks: list[DistributedDataParallel],
+    optimizer: ChainedOptimizer,
+    *,
+    check_data: Callable[[dict[str, Any], int], None],
 ) -> Loaded:
     """Fill model and optimizer from `path`, whatever layout wrote it.
 
-    Raises CheckpointError when the keys or the order of the samples (`datasets.data_order`) differ.
+    check_data: gets the record of the data that was saved and the consumed samples, and raises ValueError when this run
+    would go on with other samples. Raises CheckpointError then, and when the keys differ.
     """
     run = dist_checkpointing.load_common_state_dict(str(path))["run"]
-    if tuple(run["data_order"]) != data_order:
-        num_samples, length, seed = run["data_order"]
-        raise CheckpointError(
-            f"{path} belongs to a run of {num_samples} samples of {length} tokens with seed {seed}; this one has "
-            f"{data_order}, which orders the samples anew. Use training.total_tokens={num_samples * length}, "
-            f"training.seq_length={length} and training.seed={seed}."
-        )
+    try:
+        check_data(run["data"], run["consumed_samples"])
+    except ValueError as err:
+        raise CheckpointError(f"{path}: {err}") from err
     model = model_state(chunks)
     compare_weights(path, model)
     content = {**model, "optimizer": optimizer.sharded_state_dict(model, is_loading=True, metadata=OPTIMIZER_METADATA)}

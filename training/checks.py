@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..data.order import LongDocuments, Packing
 from ..model.config import AttentionBackend, AttentionKind, IndexerInit, LayerBackend
 
 if TYPE_CHECKING:
@@ -100,6 +101,7 @@ def cross_check(config: TrainConfig, world_size: int | None) -> Iterator[str]:
     if world_size is not None and not parallel:
         yield from _batches(config, world_size)
     yield from _run(config)
+    yield from _data(config)
 
 
 def _ranges(config: TrainConfig) -> Iterator[str]:
@@ -409,8 +411,10 @@ def _optim(config: TrainConfig) -> Iterator[str]:
 def _run(config: TrainConfig) -> Iterator[str]:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", config.run.name):
         yield f"run.name ({config.run.name!r}) must be letters, digits, '.', '_' and '-'."
-    for key in ("train", "valid"):
-        for source in getattr(config.data, key):
+    sources = {key: getattr(config.data, key) for key in ("train", "valid", "test")}
+    sources |= {f"train_schedule[{n}].blend": stage.blend for n, stage in enumerate(config.data.train_schedule)}
+    for key, blend in sources.items():
+        for source in blend:
             prefix, share = split_source(source)
             if not re.fullmatch(r"\d*\.?\d+", share) or float(share) == 0:
                 yield f"data.{key}: the share in {source!r} must be a number above 0, as in {prefix}:0.5."
@@ -421,6 +425,34 @@ def _run(config: TrainConfig) -> Iterator[str]:
                 )
     if not config.dry_run and not config.data.train:
         yield "data.train is empty. Name at least one prepared dataset: data.train=[PREFIX]."
+
+
+def _data(config: TrainConfig) -> Iterator[str]:
+    data, training = config.data, config.training
+    before = 0
+    for number, stage in enumerate(data.train_schedule):
+        if not stage.blend:
+            yield f"data.train_schedule[{number}].blend is empty. Name a blend as in data.train."
+        if not before < stage.from_tokens < training.total_tokens or stage.from_tokens % training.seq_length:
+            yield (
+                f"data.train_schedule[{number}].from_tokens ({stage.from_tokens}) must be a multiple of "
+                f"training.seq_length ({training.seq_length}) above {before} and below training.total_tokens "
+                f"({training.total_tokens})."
+            )
+        before = stage.from_tokens
+    sources = {"train": data.train, "valid": data.valid, "test": data.test}
+    sources |= {f"train_schedule[{n}].blend": stage.blend for n, stage in enumerate(data.train_schedule)}
+    for key, blend in sources.items():
+        prefixes = [Path(split_source(source)[0]) for source in blend]
+        if len(set(prefixes)) != len(prefixes):
+            yield f"data.{key} ({blend}) names a source twice. Name it once, with its whole share."
+    if data.test and not training.eval_samples:
+        yield f"data.test ({data.test}) has no effect with training.eval_samples=0. Set it above 0."
+    if data.packing is Packing.concat and data.long_documents is not LongDocuments.split:
+        yield (
+            f"data.long_documents ({data.long_documents.name}) has no effect with data.packing=concat, which cuts "
+            "every document where a sample is full. Use split, or data.packing=best_fit."
+        )
 
 
 def split_source(source: str) -> tuple[str, str]:

@@ -10,6 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from ..data.order import LongDocuments, Packing
 from ..model.config import (
     AttentionConfig,
     ModelConfig,
@@ -79,12 +80,31 @@ class OptimConfig:
 
 
 @dataclass(kw_only=True)
+class BlendStage:
+    """A blend in place of `data.train`, or of the stage before."""
+
+    from_tokens: int
+    """Consumed tokens at which it begins."""
+    blend: list[str]
+    """As in `data.train`."""
+
+
+@dataclass(kw_only=True)
 class DataConfig:
     train: list[str]
-    """Prepared datasets: PREFIX (of PREFIX.bin, .idx, .json), or PREFIX:SHARE with its share of the samples."""
+    """Prepared datasets: PREFIX (of PREFIX.bin, .idx, .crc, .json), or PREFIX:SHARE with its share of the samples."""
+    train_schedule: list[BlendStage] = field(default_factory=list)
+    """Further blends, by tokens; a source goes on where it was."""
     valid: list[str]
+    """Each source is evaluated on training.eval_samples samples; the mean of their losses weighs by shares."""
+    test: list[str] = field(default_factory=list)
+    """Evaluated like `valid`, once, at the end of the run."""
+    packing: Packing = Packing.concat
+    """`concat`: documents end to end, cut where a sample is full; `best_fit`: whole documents, and padding."""
+    long_documents: LongDocuments = LongDocuments.split
+    """What `best_fit` does with a document longer than a sample: `split` it, or `drop` it."""
     cache_dir: str
-    """Where sample indices are built."""
+    """Where the orders of the samples are built, once for all ranks that see the folder; shared or local disk."""
     num_workers: int = 0
 
 

@@ -1,58 +1,152 @@
-"""The training and validation sets of a run, and what fixes the order of its samples."""
+"""The data of a run: training, validation and test sets, and the record by which a resumed run knows its place."""
 
 import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from torch.utils.data import Dataset
-
-from ..data.dataset import Sample, build_dataset, source_uses
-from ..data.prepare import read_manifest
+from ..data.dataset import BlendedDataset, build_dataset
+from ..data.indexed import read_manifest
 from .config import TrainConfig, blend
 
 logger = logging.getLogger(__name__)
 
 
-def build_datasets(config: TrainConfig) -> tuple[Dataset[Sample], Dataset[Sample] | None]:
-    """(training, validation); the shares and epochs of every source go to the log before the first step.
+@dataclass(frozen=True)
+class EvaluationSet:
+    """One source of a validation or test set, evaluated on its own."""
+
+    label: str
+    share: float
+    dataset: BlendedDataset
+
+
+@dataclass(frozen=True)
+class RunData:
+    """What a run reads."""
+
+    train: BlendedDataset
+    valid: list[EvaluationSet]
+    test: list[EvaluationSet]
+
+    def record(self, config: TrainConfig, consumed_samples: int) -> dict[str, Any]:
+        """What the samples up to `consumed_samples` depended on, in plain types: a checkpoint holds it."""
+        prints = {prefix: manifest.fingerprint for prefix, manifest in self.train.manifests.items()}
+        begun = [stage for stage in self.train.stages if stage.start < max(consumed_samples, 1)]
+        return {
+            "training.seq_length": config.training.seq_length,
+            "training.seed": config.training.seed,
+            "data.packing": config.data.packing.name,
+            "data.long_documents": config.data.long_documents.name,
+            "total_samples": config.total_samples,
+            "stages": [[stage.start, [[prints[p], share] for p, share in stage.shares.items()]] for stage in begun],
+            "prefixes": {prints[prefix]: prefix for prefix in self.train.sources},
+            "consumed": {prints[prefix]: n for prefix, n in self.train.consumed(consumed_samples).items() if n},
+        }
+
+    def check(self, stored: Mapping[str, Any], config: TrainConfig, consumed_samples: int) -> None:
+        """Raise ValueError when a run that consumed samples under `stored` would repeat or skip some under `config`.
+
+        What is still to come may change: the run's length, later blends, the paths of the data.
+        """
+        if consumed_samples > config.total_samples:
+            raise ValueError(
+                f"{consumed_samples} samples are consumed, more than the {config.total_samples} of this run. Use "
+                f"training.total_tokens={stored['total_samples'] * stored['training.seq_length']} or more."
+            )
+        now = self.record(config, consumed_samples)
+        keys = ("training.seq_length", "training.seed", "data.packing", "data.long_documents")
+        if changed := [f"{key}={stored[key]} (it is {now[key]})" for key in keys if stored[key] != now[key]]:
+            raise ValueError(
+                f"this run would order the samples anew, repeating some and skipping others. Use {', '.join(changed)}."
+            )
+        if stored["stages"] != now["stages"] or stored["consumed"] != now["consumed"]:
+            tokens = consumed_samples * config.training.seq_length
+            raise ValueError(
+                f"the blend of the {consumed_samples} samples so far was {_words(stored)}; now it is {_words(now)}. "
+                "That would repeat some samples and skip others. Restore data.train and data.train_schedule as they "
+                "were; to go on with another blend, add it from here on: "
+                f"data.train_schedule=[{{from_tokens: {tokens}, blend: [PREFIX:SHARE, ...]}}]."
+            )
+        if stored["total_samples"] != now["total_samples"]:
+            logger.warning(
+                "the run was planned for %d samples and now is for %d: the order of the samples is the same, and the "
+                "learning rate follows the new length from here on",
+                stored["total_samples"],
+                now["total_samples"],
+            )
+        logger.info("samples consumed so far: %s", self.train.consumed(consumed_samples))
+
+
+def build_datasets(config: TrainConfig) -> RunData:
+    """All sets; the shares, tokens and epochs of every training source go to the log before the first step.
 
     Raises ValueError when a source's tokens do not fit the model's vocabulary.
     """
-    training, cache = config.training, Path(config.data.cache_dir)
-    train, valid = blend(config.data.train), blend(config.data.valid)
-    for prefix in (*train, *valid):
+    training, data = config.training, config.data
+    arguments: dict[str, Any] = {
+        "seq_length": training.seq_length,
+        "seed": training.seed,
+        "cache_dir": Path(data.cache_dir),
+        "packing": data.packing,
+        "long_documents": data.long_documents,
+    }
+    stages = [(0, blend(data.train))]
+    stages += [(stage.from_tokens // training.seq_length, blend(stage.blend)) for stage in data.train_schedule]
+    used = [prefix for _, shares in stages for prefix in shares]
+    for prefix in dict.fromkeys([*used, *blend(data.valid), *blend(data.test)]):
         if (size := read_manifest(Path(prefix)).vocab_size) > config.model.vocab_size:
             raise ValueError(
                 f"model.vocab_size ({config.model.vocab_size}) is smaller than the vocabulary of {prefix} ({size}). "
                 f"Raise model.vocab_size to {size} or more."
             )
-    num_samples = data_order(config)[0]
-    for use in source_uses(train, num_samples=num_samples, seq_length=training.seq_length):
-        logger.info("data %s: %.1f samples, %.3f epochs", use.prefix, use.num_samples, use.num_epochs)
-    train_set = build_dataset(
-        train,
-        num_samples=num_samples,
-        seq_length=training.seq_length,
-        seed=training.seed,
-        cache_dir=cache,
-        split_name="train",
-    )
-    if not training.eval_samples:
-        return train_set, None
-    valid_set = build_dataset(
-        valid,
-        num_samples=training.eval_samples,
-        seq_length=training.seq_length,
-        seed=training.seed,
-        cache_dir=cache,
-        split_name="valid",
-    )
-    return train_set, valid_set
+    train = build_dataset(stages, num_samples=config.total_samples, **arguments)
+    for line in describe_uses(train):
+        logger.info(line)
+
+    def evaluation_sets(sources: list[str]) -> list[EvaluationSet]:
+        shares = blend(sources) if training.eval_samples else {}
+        labels = unique_labels(list(shares))
+        return [
+            EvaluationSet(
+                labels[prefix],
+                share / sum(shares.values()),
+                build_dataset([(0, {prefix: 1.0})], num_samples=training.eval_samples, **arguments),
+            )
+            for prefix, share in shares.items()
+        ]
+
+    return RunData(train, evaluation_sets(data.valid), evaluation_sets(data.test))
 
 
-def data_order(config: TrainConfig) -> tuple[int, int, int]:
-    """(samples of the run, tokens of a sample, seed): with another of these, sample i is another text.
+def describe_uses(dataset: BlendedDataset) -> list[str]:
+    """A line for each source: what the run takes of it."""
+    return [
+        f"data {use.prefix}: {use.share:.2%} of the tokens, {use.num_samples} samples, {use.num_tokens} tokens, "
+        f"{use.num_epochs:.3f} epochs, {use.padding:.2%} padding"
+        + (f", {use.num_dropped} documents too long and left out" if use.num_dropped else "")
+        for use in dataset.uses()
+    ]
 
-    Kept in checkpoints, so that a run cannot go on with samples it has seen or skip others.
+
+def unique_labels(prefixes: list[str]) -> dict[str, str]:
+    """Short names for metrics: the last parts of each path that tell it from the others.
+
+    Example: /data/web/valid and /data/code/valid are web_valid and code_valid.
     """
-    training = config.training
-    return config.total_samples, training.seq_length, training.seed
+    parts = {prefix: [re.sub(r"[^A-Za-z0-9.-]", "_", part) for part in Path(prefix).parts] for prefix in prefixes}
+    for depth in range(1, max(map(len, parts.values()), default=0) + 1):
+        labels = {prefix: "_".join(path[-depth:]) for prefix, path in parts.items()}
+        if len(set(labels.values())) == len(labels):
+            return labels
+    return {prefix: f"source_{number}" for number, prefix in enumerate(prefixes)}
+
+
+def _words(record: Mapping[str, Any]) -> str:
+    stages = [
+        f"from sample {start} " + " ".join(f"{record['prefixes'].get(p, p[:12])}:{share:.4g}" for p, share in shares)
+        for start, shares in record["stages"]
+    ]
+    return f"{', '.join(stages)} (data {', '.join(p[:8] for p in record['prefixes'])})"

@@ -1,7 +1,7 @@
 """Validation, and the index branch's quality as metrics."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -44,12 +44,16 @@ def evaluate(
     return sums
 
 
-def evaluation_metrics(name: str, sums: StepSums, spec: ModelSpec) -> dict[str, float]:
-    """`eval/<name>/...` of one validation."""
-    loss = sums.mean_lm_loss
+def evaluation_metrics(
+    name: str, sums: Mapping[str, StepSums], shares: Mapping[str, float], spec: ModelSpec
+) -> dict[str, float]:
+    """`eval/<name>/...` of one evaluation of several sources: the mean by `shares`, and the loss of each beside it."""
+    loss = sum(shares[source] * one.mean_lm_loss for source, one in sums.items())
     values = {f"eval/{name}/lm_loss": loss, f"eval/{name}/ppl": math.exp(min(loss, 700.0))}
+    if len(sums) > 1:
+        values |= {f"eval/{name}/lm_loss/{source}": one.mean_lm_loss for source, one in sums.items()}
     if spec.msa_layers:
-        quality = _quality(f"eval/{name}", list(sums.quality.values()))
+        quality = _quality(f"eval/{name}", [part for one in sums.values() for part in one.quality.values()])
         values |= {key: value for key, value in quality.items() if key.rsplit("/", 1)[1] not in TRAINING_ONLY}
     return values
 

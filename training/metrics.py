@@ -5,6 +5,7 @@ Names read `section/name` with the unit in the name. A placeholder stands for a 
     <i>      layer number, counted from 0 over the whole model      indexer/kl/layer_12
     <r>      KV group of that layer                                 indexer/score_recall/layer_12/group_3
     <set>    name of an evaluation set                              eval/valid/lm_loss
+    <source> source of an evaluation set                            eval/valid/lm_loss/web_valid
     <phase>  dense, warmup or sparse                                eval/valid/lm_loss_sparse
     <task>, <len>  RULER task and context length                    eval/ruler/niah_single_4096
 
@@ -49,6 +50,7 @@ PLACEHOLDERS = {
     "<i>": r"\d+",
     "<r>": r"\d+",
     "<set>": r"[A-Za-z0-9][A-Za-z0-9_.-]*",
+    "<source>": r"[A-Za-z0-9_.-]+",
     "<phase>": "dense|warmup|sparse",
     "<task>": r"[a-z0-9][a-z0-9_]*",
     "<len>": r"\d+",
@@ -112,6 +114,7 @@ _ROWS: dict[str, tuple[str, str, Reduction]] = {
     "perf/time_left_s": ("estimated time to the end of the run", "s", MAX),
     "memory/peak_gib": ("peak allocated GPU memory of the fullest rank", "GiB", MAX),
     "eval/<set>/lm_loss": ("language-model loss on an evaluation set", "nats/token", LAST),
+    "eval/<set>/lm_loss/<source>": ("language-model loss on one source of an evaluation set", "nats/token", LAST),
     "eval/<set>/lm_loss_<phase>": ("the same weights evaluated in that phase, taken at the switch", "nats/token", LAST),
     "eval/<set>/ppl": ("exp of the language-model loss", "1", LAST),
     "eval/<set>/kl": ("KL(P || P_idx) on an evaluation set", "nats", LAST),

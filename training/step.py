@@ -12,7 +12,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
-from ..data.packing import PackedBatch
+from ..data.packing import PADDING, PackedBatch
 from ..kernels import Segments, SelectionQuality
 from ..model.config import ModelSpec, Phase
 from ..model.context import AttentionContext, Measurements, shift_left
@@ -160,7 +160,8 @@ def sampled_rows(batch: PackedBatch, share: float) -> Tensor:
     mixed = batch.document_ids * 0x9E3779B1 + batch.positions[0] * 0x85EBCA77
     mixed = ((mixed ^ (mixed >> 15)) * 0x2C1B3C6D) & 0xFFFFFFFF
     mixed = ((mixed ^ (mixed >> 12)) * 0x297A2D39) & 0xFFFFFFFF
-    return ((mixed ^ (mixed >> 15)) < share * 2**32).nonzero().flatten()
+    chosen = (mixed ^ (mixed >> 15)) < share * 2**32
+    return (chosen & (batch.document_ids != PADDING)).nonzero().flatten()
 
 
 def _masked_sum(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

@@ -18,7 +18,7 @@ from .balance import balance_experts
 from .checkpoint import TrainState, find_checkpoint, load_checkpoint, save_checkpoint
 from .config import TrainConfig, to_dict
 from .console import ProgressLine
-from .datasets import build_datasets, data_order
+from .datasets import EvaluationSet, build_datasets
 from .evaluation import evaluate, evaluation_metrics, indexer_metrics
 from .init_from import init_weights
 from .optim import LearningRates, build_optimizer, clip_and_step, wrap_with_ddp
@@ -60,8 +60,8 @@ class Trainer:
         self.rates = LearningRates(self.optimizer, config.optim, config.training)
         self.dp_rank = parallel_state.get_data_parallel_rank()
         self.dp_size = parallel_state.get_data_parallel_world_size()
+        self.data = build_datasets(config)
         self.state, self.wandb_run_id = self._resume(checkpoint)
-        self.train_data, self.valid_data = build_datasets(config)
         self.total_steps = config.total_steps
         if config.moe.force_balance:
             logger.warning("moe.force_balance=true: experts are chosen in turn, not by the router. For speed alone.")
@@ -73,7 +73,7 @@ class Trainer:
         """Train from the current state to the end of the token budget."""
         training, state = self.config.training, self.state
         stream = TrainingStream(
-            self.train_data,
+            self.data.train,
             consumed_samples=state.consumed_samples,
             global_batch_size=self.config.batch_size_at,
             micro_batch_size=training.micro_batch_size,
@@ -92,6 +92,8 @@ class Trainer:
                 last = state.consumed_tokens >= training.total_tokens
                 if last or (training.eval_every and state.step % training.eval_every == 0):
                     self._log(self._validate(phase))
+                if last:
+                    self._log(self._evaluate("test", self.data.test, phase))
                 every = self.config.checkpoint.every_steps
                 if last or (every and state.step % every == 0):
                     self.save()
@@ -106,7 +108,7 @@ class Trainer:
             self.optimizer,
             self.state,
             phase=self._phase().name,
-            data_order=data_order(self.config),
+            data_record=self.data.record(self.config, self.state.consumed_samples),
             config_yaml=self.folder.config_yaml,
             wandb_run_id=self.wandb_run_id,
             keep_last=self.config.checkpoint.keep_last,
@@ -198,21 +200,25 @@ class Trainer:
         return values
 
     def _validate(self, phase: Phase) -> dict[str, float]:
-        if self.valid_data is None:
-            return {}
+        return self._evaluate("valid", self.data.valid, phase)
+
+    def _evaluate(self, name: str, sets: list[EvaluationSet], phase: Phase) -> dict[str, float]:
         training = self.config.training
-        sums = evaluate(
-            self.chunks,
-            self.spec,
-            self.valid_data,
-            phase=phase,
-            num_samples=training.eval_samples,
-            sample_rows=self.config.tracking.recall_rows,
-            micro_batch_size=training.micro_batch_size,
-            dp_rank=self.dp_rank,
-            dp_size=self.dp_size,
-        )
-        return evaluation_metrics("valid", sums, self.spec)
+        sums = {
+            one.label: evaluate(
+                self.chunks,
+                self.spec,
+                one.dataset,
+                phase=phase,
+                num_samples=training.eval_samples,
+                sample_rows=self.config.tracking.recall_rows,
+                micro_batch_size=training.micro_batch_size,
+                dp_rank=self.dp_rank,
+                dp_size=self.dp_size,
+            )
+            for one in sets
+        }
+        return evaluation_metrics(name, sums, {one.label: one.share for one in sets}, self.spec) if sums else {}
 
     def _validate_at_switch(self, phase: Phase) -> dict[str, float]:
         """The same weights in the phase that ends and in the one that begins."""
@@ -252,7 +258,12 @@ class Trainer:
     def _resume(self, path: Path | None) -> tuple[TrainState, str | None]:
         if path is None:
             return TrainState(), None
-        loaded = load_checkpoint(path, self.chunks, self.optimizer, data_order=data_order(self.config))
+        loaded = load_checkpoint(
+            path,
+            self.chunks,
+            self.optimizer,
+            check_data=lambda stored, consumed: self.data.check(stored, self.config, consumed),
+        )
         logger.info("continuing from %s: step %d", path, loaded.state.step)
         return loaded.state, loaded.wandb_run_id
 

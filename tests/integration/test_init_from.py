@@ -21,7 +21,7 @@ def save(one, folder: Path) -> Path:
         one.optimizer,
         TrainState(step=3),
         phase="dense",
-        data_order=(1, 1, 1),
+        data_record={},
         config_yaml="",
         wandb_run_id=None,
         keep_last=1,

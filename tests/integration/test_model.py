@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from msa_pretrain.data.dataset import Sample
+from msa_pretrain.data.packing import collate
 from msa_pretrain.model.config import Phase
 from msa_pretrain.model.experts import GroupedExperts
 from msa_pretrain.model.parameters import count_parameters
@@ -97,6 +99,45 @@ def test_packed_documents_equal_documents_alone(rig, tiny_config, batch_of):
         assert (gradient - gradients[name]).norm() <= 1e-5 * gradients[name].norm() + 1e-9, name
 
 
+@pytest.mark.parametrize("phase", [Phase.warmup, Phase.sparse])
+def test_padding_changes_nothing(rig, tiny_config, batch_of, phase):
+    """Packs that are not full: losses, KL, gradients and the experts' loads are those of the documents alone."""
+    rig = rig(tiny_config())
+    plain = [batch_of(0, 9, 1, 6), batch_of(1, 12)]
+    seen = []
+    for size in (0, 4):
+        batches = [padded(batch, size) for batch in plain]
+        assert all(batch.tokens.numel() - batch.num_valid_rows == size for batch in batches)
+        sums = rig.backward(*batches, phase=phase, sample_rows=1000)
+        loads = [module.take_counts() for module in rig.model.modules() if hasattr(module, "take_counts")]
+        seen.append((sums, rig.gradients(), loads))
+    (bare, gradients, loads), (full, full_gradients, full_loads) = seen
+    assert loads and all(map(torch.equal, loads, full_loads))
+    assert (full.lm_tokens, full.valid_rows) == (bare.lm_tokens, bare.valid_rows) == (24, 28)
+    assert full.lm_loss == pytest.approx(bare.lm_loss, rel=1e-6)
+    assert list(full.kl.values()) == pytest.approx(list(bare.kl.values()), rel=1e-5)
+    assert all(full.quality[layer].num_rows == bare.quality[layer].num_rows == 28 for layer in bare.quality)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(
+            full_gradients[name], gradient, rtol=1e-4, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def padded(batch, size):
+    """The batch as one sample with `size` tokens of padding behind it."""
+    lengths = tuple(row[1] for row in batch.segments.rows)
+    ids = tuple(int(batch.document_ids[row[0]]) for row in batch.segments.rows)
+    fill = torch.full((size,), 39)
+    sample = Sample(
+        torch.cat([batch.tokens[0], fill]),
+        torch.cat([batch.labels[0], fill]),
+        torch.cat([batch.loss_mask[0] > 0, fill < 0]),
+        lengths,
+        ids,
+    )
+    return collate([sample])
+
+
 def test_a_future_token_changes_no_earlier_loss(rig, tiny_config, batch_of):
     rig = rig(tiny_config())
     batch = batch_of(0, 20)
@@ -150,7 +191,6 @@ def test_training_state_is_untouched_by_evaluation(rig, tiny_config, batch_of):
             return 2
 
         def __getitem__(self, index):
-            from msa_pretrain.data.dataset import Sample
 
             tokens = torch.arange(21) % 40
             return Sample(tokens[:-1], tokens[1:], torch.ones(20, dtype=torch.bool), (20,), (index,))

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -144,17 +145,38 @@ def test_starting_anew_in_the_folder_of_a_run_is_refused(finished):
     assert "runs/tiny holds a run already. Choose another run.name, or training.resume=auto" in done.stderr
 
 
-def test_another_length_would_reorder_the_data_and_is_refused(finished):
+def test_a_run_is_lengthened_with_another_blend_and_a_test_set(finished, tmp_path):
+    """The samples so far stay what they were, so neither the new length nor the blend from here on is refused."""
     folder, _ = finished
-    done = run(folder, "training.total_tokens=10240", check=False)
+    shutil.copytree(folder / "runs", tmp_path / "runs")
+    more = ["training.total_tokens=6144", "data.train_schedule=[{from_tokens:5120,blend:[runs/data/builtin/valid]}]"]
+    sets = ["data.valid=[runs/data/builtin/valid:3,runs/data/builtin/train]", "data.test=[runs/data/builtin/valid]"]
+    done = run(tmp_path, *more, *sets)
+    steps = [line.split("/")[0] for line in done.stdout.splitlines() if line.startswith("step ")]
+    assert [int(step.removeprefix("step ")) for step in steps] == [21, 22, 23, 24]
+    log = (tmp_path / "runs" / "tiny" / "logs" / "rank_0.log").read_text()
+    assert "the run was planned for 80 samples and now is for 96: the order of the samples is the same" in log
+    assert "samples consumed so far: {'runs/data/builtin/train': 80, 'runs/data/builtin/valid': 0}" in log
+    assert re.search(
+        r"data runs/data/builtin/valid: 16\.67% of the tokens, 16 samples, 1024 tokens, 0\.\d+ epochs", log
+    )
+    records = read_metrics(tmp_path / "runs" / "tiny" / "metrics.jsonl")
+    last = next(record for record in reversed(records) if "eval/valid/lm_loss" in record)
+    losses = [last[f"eval/valid/lm_loss/{source}"] for source in ("valid", "train")]
+    assert last["eval/valid/lm_loss"] == pytest.approx(0.75 * losses[0] + 0.25 * losses[1])
+    assert losses[0] != losses[1]
+    assert [record["eval/test/lm_loss"] for record in records if "eval/test/lm_loss" in record] == [losses[0]]
+
+
+def test_a_seed_that_would_reorder_the_data_is_refused(finished):
+    folder, _ = finished
+    done = run(folder, "training.seed=1", check=False)
     assert done.returncode != 0
-    assert "belongs to a run of 80 samples of 64 tokens with seed 1234" in done.stderr
-    assert "Use training.total_tokens=5120, training.seq_length=64 and training.seed=1234." in done.stderr
+    assert "would order the samples anew, repeating some and skipping others." in done.stderr
+    assert "Use training.seed=1234 (it is 1)." in done.stderr
 
 
 def test_a_torn_checkpoint_is_passed_over_and_named(finished, tmp_path):
-    import shutil
-
     folder, _ = finished
     shutil.copytree(folder / "runs", tmp_path / "runs")
     (tmp_path / "runs" / "tiny" / "checkpoints" / "step_20" / ".metadata").unlink()

@@ -1,5 +1,6 @@
 """The README is true: its commands pass a dry run, its files exist, its targets are in the Makefile."""
 
+import json
 import os
 import re
 import shlex
@@ -41,9 +42,40 @@ def test_plan_commands_find_a_layout(line, tmp_path):
 
 
 def test_every_command_is_known():
-    assert len(PRETRAIN) == 3 and len(PLAN) == 1
-    known = ("make pretrain", "make test", ".venv/bin/python -m msa_pretrain.scripts.")
+    assert len(PRETRAIN) == 4 and len(PLAN) == 1
+    known = ("make pretrain", "make test", ".venv/bin/python -m msa_pretrain.scripts.", ".venv/bin/pip install -c ")
     assert [line for line in LINES if not line.startswith((*known, ".venv/bin/torchrun"))] == []
+
+
+def test_the_four_commands_from_json_lines_to_a_blend(tmp_path):
+    """All but the installation, on a model of two layers for four steps."""
+    pytest.importorskip("datasets")
+    section = README.split("## Your own data")[1].split("## Experiments")[0]
+    install, *commands = re.sub(r"\\\n\s*", "", section.split("```")[1].removeprefix("bash\n")).splitlines()
+    assert install.startswith(".venv/bin/pip install") and len(commands) == 3
+    with (tmp_path / "mine.jsonl").open("w") as file:
+        for number in range(300):
+            file.write(json.dumps({"text": f"Line {number} of my own text. " * 30, "id": number}) + "\n")
+    small = ["model.num_layers=2", "model.hidden_size=32", "model.num_query_heads=4", "model.head_dim=8"]
+    small += ["model.rotary_dim=4", "attention.index_dim=8", "moe.num_experts=4", "moe.expert_hidden_size=32"]
+    small += ["moe.dense_hidden_size=32", "training.total_tokens=8192", "training.warmup_tokens=4096"]
+    small += [
+        "training.eval_samples=4",
+        "training.num_threads=1",
+        "optim.lr_warmup_tokens=2048",
+        "tracking.wandb='off'",
+    ]
+    for command in commands:
+        words = [sys.executable, *shlex.split(command)[1:]]
+        words += small if words[2].endswith(".pretrain") else ["--max-bytes", "400000"] if "builtin" in words else []
+        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    log = (tmp_path / "runs" / "blend" / "logs" / "rank_0.log").read_text()
+    assert re.search(r"data runs/data/mine/train: 68\.75% of the tokens, 11 samples, 5632 tokens, 0\.\d+ epochs", log)
+    assert re.search(r"data runs/data/builtin/train: 31\.25% of the tokens, 5 samples", log)
+    records = [json.loads(line) for line in (tmp_path / "runs" / "blend" / "metrics.jsonl").read_text().splitlines()]
+    last = next(record for record in reversed(records) if "eval/valid/lm_loss" in record)
+    assert last["step"] == 4 and {"eval/valid/lm_loss/mine_valid", "eval/valid/lm_loss/builtin_valid"} <= set(last)
 
 
 def test_targets_exist():

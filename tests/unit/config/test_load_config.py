@@ -6,7 +6,7 @@ from omegaconf import OmegaConf
 
 from msa_pretrain.model.config import Precision, QKNorm
 from msa_pretrain.training import checks
-from msa_pretrain.training.config import ConfigError, blend, check_overrides, load_config, to_dict, to_yaml
+from msa_pretrain.training.config import BlendStage, ConfigError, blend, check_overrides, load_config, to_dict, to_yaml
 
 # (overrides, what the message must say)
 BAD = {
@@ -149,6 +149,31 @@ BAD = {
         "data.train: the share in '/data/web:lots' must be a number above 0, as",
     ),
     "zero share": (["data.train=[/data/web:0]"], "data.train: the share in '/data/web:0' must be a number above 0, as"),
+    "stage that begins within a sample": (
+        ["data.train_schedule=[{from_tokens:513,blend:[a]}]"],
+        "data.train_schedule[0].from_tokens (513) must be a multiple of training.seq_length (512) above 0 and below",
+    ),
+    "stages out of order": (
+        ["data.train_schedule=[{from_tokens:1024,blend:[a]},{from_tokens:512,blend:[a]}]"],
+        "data.train_schedule[1].from_tokens (512) must be a multiple of training.seq_length (512) above 1024 and below",
+    ),
+    "stage without a blend": (
+        ["data.train_schedule=[{from_tokens:512,blend:[]}]"],
+        "data.train_schedule[0].blend is empty. Name a blend as in data.train.",
+    ),
+    "share of a stage": (
+        ["data.train_schedule=[{from_tokens:512,blend:['a:x']}]"],
+        "data.train_schedule[0].blend: the share in 'a:x' must be a number above 0",
+    ),
+    "source twice": (["data.valid=[a/b:1,./a/b:2]"], "data.valid (['a/b:1', './a/b:2']) names a source twice."),
+    "test without samples": (
+        ["data.test=[a]", "training.eval_samples=0", "training.eval_every=0"],
+        "data.test (['a']) has no effect with training.eval_samples=0. Set it above 0.",
+    ),
+    "dropping without best fit": (
+        ["data.long_documents=drop"],
+        "data.long_documents (drop) has no effect with data.packing=concat",
+    ),
     "run name": (["run.name=a/b"], "run.name ('a/b') must be letters, digits"),
     "resume": (
         ["training.resume=nowhere"],
@@ -259,6 +284,17 @@ def test_blends_are_lists_so_that_the_command_line_replaces_them(config_of):
     config = config_of("data.train=[/data/web:0.9,/data/code:.1]", "data.valid=[/data/held_out]")
     assert blend(config.data.train) == {"/data/web": 0.9, "/data/code": 0.1}
     assert blend(config.data.valid) == {"/data/held_out": 1.0}
+
+
+def test_later_blends_are_typed(config_of):
+    config = config_of("data.train_schedule=[{from_tokens:5120,blend:[/data/web:2,/data/code]}]")
+    assert config.data.train_schedule == [BlendStage(from_tokens=5120, blend=["/data/web:2", "/data/code"])]
+    assert load_config(OmegaConf.create(to_yaml(to_dict(config))), world_size=1) == config
+    for bad in ("[{from_tokens:5120,blnd:[/data/web]}]", "[{from_tokens:many,blend:[/data/web]}]", "[5120]"):
+        with pytest.raises(ConfigError, match=r"data\.train_schedule"):
+            config_of(f"data.train_schedule={bad}")
+    with pytest.raises(ConfigError, match=r"data\.train_schedule\[0\]\.blend is missing"):
+        config_of("data.train_schedule=[{from_tokens:5120}]")
 
 
 def test_a_ramped_batch_grows_by_samples_and_feeds_every_token(config_of):

@@ -1,13 +1,16 @@
 """Small indexed datasets. Token ids are unique over a corpus wherever a test has to tell tokens apart."""
 
 import itertools
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from msa_pretrain.data.dataset import build_dataset
-from msa_pretrain.data.prepare import write_indexed_dataset
+os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported: nothing here may wait for a network
+
+from msa_pretrain.data.dataset import BlendedDataset, build_dataset
+from msa_pretrain.data.writer import write_indexed_dataset
 
 EOD = 0
 
@@ -26,9 +29,11 @@ def write(tmp_path: Path) -> Callable[..., str]:
 
 @pytest.fixture
 def build(tmp_path: Path) -> Callable[..., object]:
-    def build_from(blend: dict[str, float], **changes: object) -> object:
+    def build_from(*blends: dict[str, float] | tuple[int, dict[str, float]], **changes: object) -> BlendedDataset:
+        """Of one blend, or of stages (first sample, blend)."""
+        stages = [blend if isinstance(blend, tuple) else (0, blend) for blend in blends]
         arguments = {"num_samples": 1, "seq_length": 8, "seed": 0, "cache_dir": tmp_path / "cache"}
-        return build_dataset(blend, **{**arguments, "split_name": "train", **changes})
+        return build_dataset(stages, **{**arguments, **changes})
 
     return build_from
 

@@ -3,19 +3,13 @@ import multiprocessing
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-from msa_pretrain.data import dataset as dataset_module
-from msa_pretrain.data.dataset import (
-    blend_surplus,
-    build_dataset,
-    require_compiled_helper,
-    samples_per_epoch,
-    source_uses,
-)
-from msa_pretrain.data.prepare import bin_path, read_manifest
+from msa_pretrain.data import order
+from msa_pretrain.data.dataset import build_dataset
+from msa_pretrain.data.indexed import read_manifest
+from msa_pretrain.data.order import LongDocuments, Packing
 
 EOD = 0
 
@@ -82,7 +76,7 @@ def test_a_sample_may_start_with_the_eod_of_a_cut_document(write, build):
 def test_every_token_is_read_once_in_an_epoch(write, build, unique_documents, seq_length):
     prefix = write("a", unique_documents)
     num_tokens = sum(len(document) + 1 for document in unique_documents)
-    num_samples = samples_per_epoch(num_tokens, seq_length)
+    num_samples = order.samples_of(num_tokens, seq_length)
     samples = list(build({prefix: 1.0}, num_samples=num_samples, seq_length=seq_length, seed=3))
     seen = Counter()
     for sample in samples:
@@ -103,7 +97,7 @@ def test_every_token_is_read_once_in_an_epoch(write, build, unique_documents, se
 def test_a_long_document_gives_all_its_samples(write, build):
     """T4.11: 10 s + 3 tokens, EOD included."""
     prefix = write("a", [list(range(1, 83))])
-    assert samples_per_epoch(read_manifest(Path(prefix)).num_tokens, 8) == 10
+    assert order.samples_of(read_manifest(Path(prefix)).num_tokens, 8) == 10
     samples = list(build({prefix: 1.0}, num_samples=10))
     assert all(sample.segment_lengths == (8,) and sample.document_ids == (0,) for sample in samples)
     assert all(sample.loss_mask.all() for sample in samples)
@@ -129,7 +123,7 @@ def test_the_order_depends_on_the_seed_and_on_nothing_else(write, build, tmp_pat
     assert order(seed=1) == first  # from the cache
     assert order(seed=1, cache_dir=tmp_path / "another") == first
     assert order(seed=2) != first and sorted(order(seed=2)) != sorted(first)  # documents are shuffled too
-    assert len(list((tmp_path / "cache").glob("*-document_index.npy"))) == 2
+    assert len(list((tmp_path / "cache").iterdir())) == 3  # one blend, and one order of documents for each seed
 
 
 def test_data_prepared_anew_do_not_meet_their_old_index(write, build):
@@ -169,39 +163,19 @@ def test_document_ids_are_unique_over_the_sources(write, build):
     assert {document for sample in samples for document in sample.document_ids} == set(range(24))
 
 
-def test_source_uses_says_how_often_a_source_is_read(write):
+def test_uses_say_how_often_a_source_is_read(write, build):
     a, b, _ = three_sources(write)  # 400 and 80 tokens
-    uses = source_uses({a: 3.0, b: 1.0}, num_samples=80, seq_length=8)
-    assert [(use.prefix, use.share, use.num_samples, use.num_epochs) for use in uses] == [
-        (a, 0.75, 60.0, 1.2),
-        (b, 0.25, 20.0, 2.0),
+    uses = build({a: 3.0, b: 1.0}, num_samples=80).uses()
+    assert [(use.prefix, use.share, use.num_samples, use.num_tokens, use.num_epochs) for use in uses] == [
+        (a, 0.75, 60, 480, 1.2),
+        (b, 0.25, 20, 160, 2.0),
     ]
-
-
-def test_a_skewed_blend_never_asks_a_source_for_more_than_it_has():
-    from megatron.core.datasets.blended_megatron_dataset_builder import _get_size_per_split_per_dataset
-    from megatron.core.datasets.helpers import build_blending_indices
-
-    rng = np.random.default_rng(0)
-    too_few = {"megatron's default": 0, "ours": 0}
-    for _ in range(300):
-        num_sources, num_samples = int(rng.integers(2, 40)), int(rng.integers(1, 3000))
-        weights = rng.pareto(rng.uniform(0.2, 3), num_sources) + 1e-6
-        weights = (weights / weights.sum()).tolist()
-        size = sum(sizes[0] for sizes in _get_size_per_split_per_dataset(weights, [num_samples]))
-        source, index = np.zeros(size, np.int16), np.zeros(size, np.int64)
-        build_blending_indices(source, index, weights, num_sources, size, False)
-        drawn = np.bincount(source, minlength=num_sources)
-        for name, surplus in (("megatron's default", 0.005), ("ours", blend_surplus(num_sources, num_samples))):
-            built = _get_size_per_split_per_dataset(weights, [num_samples], surplus=surplus)
-            too_few[name] += bool((drawn > np.array(built)[:, 0]).any())
-    assert too_few["ours"] == 0
-    assert too_few["megatron's default"] > 0  # else `blend_surplus` is no longer needed
+    assert all(use.padding == 0 and use.num_dropped == 0 for use in uses)
 
 
 def _read_on_rank(rank, blend, cache_dir, store, results):
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    dataset = build_dataset(blend, num_samples=40, seq_length=8, seed=5, cache_dir=cache_dir, split_name="train")
+    dataset = build_dataset([(0, blend)], num_samples=40, seq_length=8, seed=5, cache_dir=cache_dir)
     results.put((rank, [(sample.tokens.tolist(), sample.document_ids) for sample in dataset]))
     torch.distributed.destroy_process_group()
 
@@ -224,6 +198,56 @@ def test_two_ranks_read_what_one_process_reads(write, build, tmp_path, unique_do
     assert seen == {0: alone, 1: alone}
 
 
+def test_a_longer_run_begins_like_the_shorter_one(write, build, unique_documents):
+    """T4.5's question in the field: 40 samples of a run of 40 and of a run of 300, over many epochs."""
+    blend = {write("a", unique_documents): 0.7, write("b", [[4000 + n] * 9 for n in range(20)]): 0.3}
+    for packing in Packing:
+        short, long = (list(build(blend, num_samples=n, packing=packing)) for n in (40, 300))
+        assert [s.tokens.tolist() for s in short] == [s.tokens.tolist() for s in long[:40]]
+
+
+def test_a_schedule_of_blends_goes_on_in_each_source(write, build):
+    a, b, c = three_sources(write)
+    whole = build((0, {a: 1.0, b: 1.0}), (40, {b: 1.0, c: 3.0}), (60, {a: 1.0}), num_samples=100)
+    assert whole.consumed(40) == {a: 20, b: 20, c: 0}
+    assert whole.consumed(60) == {a: 20, b: 25, c: 15} and whole.consumed(100) == {a: 60, b: 25, c: 15}
+    for number, prefix in enumerate((a, b, c)):
+        own = [s for s in whole if int(s.tokens.max()) == number + 1]
+        alone = build({prefix: 1.0}, num_samples=len(own))
+        assert [s.tokens.tolist() for s in own] == [s.tokens.tolist() for s in alone]
+
+
+def test_best_fit_samples(write, build):
+    """Documents of 3, 5, 4 and 11 tokens in samples of 8: whole ones side by side, the longest cut, and padding."""
+    documents = [[1, 2], [11, 12, 13, 14], [21, 22, 23], list(range(31, 41))]
+    dataset = build({write("a", documents): 1.0}, num_samples=3, packing=Packing.best_fit)
+    samples = {sample.document_ids: sample for sample in dataset}
+    assert sorted(samples) == [(1, 0), (2, 3), (3,)] or sorted(samples) == [(1, 3), (2, 0), (3,)]
+    first = samples[(3,)]  # tokens 0 to 7 of the long document: the last label is its ninth token
+    assert first.tokens.tolist() == list(range(31, 39)) and first.labels.tolist() == list(range(32, 40))
+    assert first.loss_mask.all() and first.segment_lengths == (8,)
+    assert dataset.uses()[0].padding == pytest.approx(1 / 24) and dataset.uses()[0].num_epochs == 1.0
+    for ids, sample in samples.items():
+        if ids == (3,):
+            continue
+        start = 0
+        for document, length in zip(ids, sample.segment_lengths, strict=True):
+            whole = [*documents[document], EOD][-length:]
+            assert sample.tokens[start : start + length].tolist() == whole
+            assert sample.labels[start : start + length - 1].tolist() == whole[1:]
+            assert sample.loss_mask[start : start + length].tolist() == [True] * (length - 1) + [False]
+            start += length
+        assert sample.tokens[start:].tolist() == [EOD] * (8 - start) and not sample.loss_mask[start:].any()
+
+
+def test_best_fit_may_leave_long_documents_out(write, build):
+    prefix = write("a", [[1, 2], list(range(31, 41)), [5, 6, 7]])
+    options = {"packing": Packing.best_fit, "long_documents": LongDocuments.drop}
+    dataset = build({prefix: 1.0}, num_samples=2, **options)
+    assert [sorted(sample.document_ids) for sample in dataset] == [[0, 2]] * 2
+    assert dataset.uses()[0].num_dropped == 2 and dataset.uses()[0].num_epochs == 2.0
+
+
 def test_a_corpus_shorter_than_one_sample_is_refused(write, build):
     """T4.9: megatron-core would repeat the 3 tokens all over the sample."""
     prefix = write("a", [[1, 2]])
@@ -234,21 +258,14 @@ def test_a_corpus_shorter_than_one_sample_is_refused(write, build):
     assert build({prefix: 1.0}, seq_length=2)[0].tokens.tolist() == [1, 2]
 
 
-def test_ids_that_the_manifest_does_not_allow_are_refused(write, build):
-    prefix = write("a", [[1] * 20], vocab_size=300)
-    bin_path(Path(prefix)).write_bytes(np.full(21, 300, dtype=np.uint16).tobytes())
-    with pytest.raises(ValueError, match=r"a holds token ids up to 300 \(sample 0, .* says vocab_size 300"):
-        build({prefix: 1.0})[0]
-
-
 def test_the_sources_of_a_blend_share_one_tokenizer(write, build):
     a, b = write("a", [[1] * 20], vocab_size=300), write("b", [[1] * 20], vocab_size=400)
     with pytest.raises(
-        ValueError, match=r"share one tokenizer, .* \('t', 300, 0\) in .*/a and \('t', 400, 0\) in .*/b"
+        ValueError, match=r"one tokenizer must .* \('t', '\w+', 300, 0\) in .*/a and \('t', '\w+', 400, 0\) in .*/b"
     ):
         build({a: 1.0, b: 1.0})
     c = write("c", [[1] * 20], vocab_size=300, tokenizer="u")
-    with pytest.raises(ValueError, match=r"\('t', 300, 0\) in .*/a and \('u', 300, 0\) in .*/c"):
+    with pytest.raises(ValueError, match=r"\('t', '\w+', 300, 0\) in .*/a and \('u', '\w+', 300, 0\) in .*/c"):
         build({a: 1.0, c: 1.0})
 
 
@@ -262,8 +279,9 @@ def test_other_arguments(write, build, tmp_path):
     prefix = write("a", [[1] * 20])
     with pytest.raises(ValueError, match="the blend is empty"):
         build({})
-    with pytest.raises(ValueError, match=r"split_name is 'dev'\. Use one of train, valid, test"):
-        build({prefix: 1.0}, split_name="dev")
+    for stages in ([(4, {prefix: 1.0})], [(0, {prefix: 1.0}), (0, {prefix: 1.0})], []):
+        with pytest.raises(ValueError, match=r"must begin at growing samples, the first at 0; they begin at \["):
+            build(*stages)
     for wrong in ({"num_samples": 0}, {"seq_length": 0}):
         with pytest.raises(ValueError, match=r"num_samples \(\d\) and seq_length \(\d\) must be at least 1"):
             build({prefix: 1.0}, **wrong)
@@ -273,9 +291,9 @@ def test_other_arguments(write, build, tmp_path):
 
 def test_more_document_entries_than_int32_counts_are_refused(write, build, monkeypatch):
     prefix = write("a", [[1, 2, 3]] * 10)  # 40 tokens
-    monkeypatch.setattr(dataset_module, "MAX_DOCUMENT_INDEX", 100)
-    build({prefix: 1.0}, num_samples=40)
-    with pytest.raises(ValueError, match=r"a: 10 documents in about 10\.0 epochs exceed megatron-core's limit of 100"):
+    monkeypatch.setattr(order, "MAX_DOCUMENT_INDEX", 100)
+    build({prefix: 1.0}, num_samples=49)
+    with pytest.raises(ValueError, match=r"10 documents in 11 epochs exceed the limit of 100"):
         build({prefix: 1.0}, num_samples=50)
 
 
@@ -283,7 +301,7 @@ def test_a_wheel_without_the_compiled_helper_is_reported(monkeypatch):
     def absent(name):
         raise ImportError(f"No module named {name!r}")
 
-    require_compiled_helper()
-    monkeypatch.setattr(dataset_module.importlib, "import_module", absent)
-    with pytest.raises(ImportError, match=r"compiled dataset helper .* does not load: No module named .*helpers_cpp"):
-        require_compiled_helper()
+    order.compiled_helpers()
+    monkeypatch.setattr(order.importlib, "import_module", absent)
+    with pytest.raises(ImportError, match=r"compiled dataset helper .* does not load: No module named .*helpers"):
+        order.compiled_helpers()

@@ -3,8 +3,11 @@ import os
 import signal
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from msa_pretrain.data.loader import DataExhaustedError, TrainingStream, batch_indices, evaluation_batches
+from msa_pretrain.data.order import Packing
 
 
 @pytest.fixture
@@ -70,6 +73,48 @@ def test_a_change_of_the_data_parallel_size_keeps_the_global_order(dataset):
 
     seen = [*steps(0, 2, 2), *steps(16, 4, 3)]
     assert seen == [expected_rows(dataset, range(start, start + 8)) for start in range(0, 40, 8)]
+
+
+@st.composite
+def interrupted_runs(draw):
+    """Parts of a run: (steps, data-parallel size, micro-batch size, read-ahead workers are left out: they are slow)."""
+    layouts = [(dp, micro) for dp in (1, 2, 4) for micro in (1, 2, 4, 8) if 8 % (dp * micro) == 0]
+    return draw(st.lists(st.tuples(st.integers(1, 4), st.sampled_from(layouts)), min_size=2, max_size=5))
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(interrupted_runs(), st.booleans(), st.sampled_from(list(Packing)))
+def test_any_stops_and_layouts_give_the_same_global_order(blended, parts, ramp, packing):
+    """Acceptance: stop at random points, resume on 1, 2 or 4 ranks with another micro-batch, again and again."""
+
+    def size_at(consumed):
+        return 8 if not ramp or consumed >= 24 else 8 + 8 * (consumed // 16)
+
+    seen, consumed = [], 0
+    for steps, (dp_size, micro_batch_size) in parts:
+        data = blended(packing)  # opened anew, as a resumed job does
+        ranks = [
+            stream(
+                data, consumed, dp_rank=r, dp_size=dp_size, micro_batch_size=micro_batch_size, global_batch_size=size_at
+            )
+            for r in range(dp_size)
+        ]
+        for _ in range(steps):
+            if consumed + size_at(consumed) > len(data):
+                break
+            micro_batches = zip(*(rank.next_step() for rank in ranks), strict=True)
+            seen += rows(itertools.chain.from_iterable(micro_batches))
+            consumed = ranks[0].consumed_samples
+            assert {rank.consumed_samples for rank in ranks} == {consumed}
+    assert seen == expected_rows(blended(packing), range(consumed)) and consumed == len(seen) > 0
+
+
+@pytest.fixture
+def blended(write, build, unique_documents):
+    """Three sources under a schedule of blends, opened anew at each call: 160 samples of 8 tokens."""
+    a, b = write("a", unique_documents), write("b", [[4000 + n] * (1 + n % 9) for n in range(40)])
+    stages = [(0, {a: 0.7, b: 0.3}), (30, {b: 1.0}), (50, {a: 0.2, b: 0.8})]
+    return lambda packing: build(*stages, num_samples=160, packing=packing)
 
 
 def test_exhausted_data_are_one_clear_error_on_every_rank(dataset):

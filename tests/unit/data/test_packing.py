@@ -5,6 +5,7 @@ import torch
 
 from msa_pretrain.data.dataset import Sample
 from msa_pretrain.data.packing import collate
+from msa_pretrain.training.step import sampled_rows
 
 
 def sample(tokens, lengths, documents, masked=()):
@@ -42,6 +43,20 @@ def test_samples_follow_one_another_in_one_row():
     dtypes = (batch.tokens.dtype, batch.labels.dtype, batch.loss_mask.dtype, batch.positions.dtype)
     assert dtypes == (torch.int64, torch.int64, torch.float32, torch.int64)
     assert batch.document_ids.dtype == torch.int64 and batch.tokens.is_contiguous()
+
+
+def test_padding_is_in_no_segment():
+    padded = Sample(torch.arange(6), torch.arange(6) + 1, torch.tensor([1, 0, 1, 0, 0, 0]) > 0, (2, 2), (5, 6))
+    batch = collate([padded, FIRST, padded])
+    assert [row[:2] for row in batch.segments.rows] == [(0, 2), (2, 2), (6, 2), (8, 3), (11, 3), (14, 2), (16, 2)]
+    assert all(row[:2] == row[2:] for row in batch.segments.rows)
+    inside = batch.segments.query_mask("cpu")
+    assert inside.tolist() == [True] * 4 + [False] * 2 + [True] * 12 + [False] * 2
+    assert batch.document_ids.tolist() == [5, 5, 6, 6, -1, -1, 40, 40, 41, 41, 41, 42, 42, 42, 5, 5, 6, 6, -1, -1]
+    assert batch.positions.tolist() == [[0, 1, 0, 1, 0, 0, 0, 1, 0, 1, 2, 0, 1, 2, 0, 1, 0, 1, 0, 0]]
+    assert batch.num_valid_rows == 16 and batch.num_target_tokens == 10 and batch.segments.num_queries == 20
+    assert not (sampled_rows(batch, 2.0)[:, None] == (~inside).nonzero()[:, 0]).any()
+    assert len(sampled_rows(batch, 2.0)) == 16
 
 
 def test_a_batch_survives_a_worker_and_a_move():

@@ -6,16 +6,17 @@ import numpy as np
 import pytest
 
 from msa_pretrain.data import corpus
-from msa_pretrain.data.prepare import (
+from msa_pretrain.data.indexed import (
+    FILES,
     bin_path,
     idx_path,
     manifest_path,
     open_indexed_dataset,
-    prepare_builtin_corpus,
     read_manifest,
-    write_indexed_dataset,
 )
+from msa_pretrain.data.prepare import prepare_builtin_corpus
 from msa_pretrain.data.tokenizer import ByteTokenizer
+from msa_pretrain.data.writer import write_indexed_dataset
 from msa_pretrain.scripts import prepare_data
 
 
@@ -31,7 +32,7 @@ def test_documents_come_back_with_one_eod_each(tmp_path):
     assert (manifest.num_documents, manifest.num_tokens, manifest.longest_document) == (3, 9, 4)
     assert (manifest.dtype, manifest.vocab_size, manifest.eod_id, manifest.tokenizer) == ("uint16", 257, 256, "byte")
     assert manifest.num_bytes == bin_path(tmp_path / "a.b").stat().st_size == 18
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.b.bin", "a.b.idx", "a.b.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.b.bin", "a.b.crc", "a.b.idx", "a.b.json"]
 
 
 def test_a_large_vocabulary_is_stored_in_int32(tmp_path):
@@ -92,7 +93,7 @@ def test_a_failed_write_leaves_the_old_data_alone(tmp_path):
     with pytest.raises(OSError, match="disk gone"):
         write_indexed_dataset(broken(), tmp_path / "a", vocab_size=257)
     assert open_indexed_dataset(tmp_path / "a")[1] == before
-    assert len(list(tmp_path.iterdir())) == 3
+    assert len(list(tmp_path.iterdir())) == 4
 
 
 def test_the_fingerprint_sees_tokens_and_borders(tmp_path):
@@ -102,11 +103,11 @@ def test_the_fingerprint_sees_tokens_and_borders(tmp_path):
     assert prints[0] == prints[3] and len(set(prints)) == 3
 
 
-@pytest.mark.parametrize("path", [bin_path, idx_path, manifest_path])
+@pytest.mark.parametrize("path", FILES)
 def test_a_missing_file_is_named_with_the_command_that_makes_it(tmp_path, path):
     write_indexed_dataset(named([1]), tmp_path / "a", vocab_size=257)
     path(tmp_path / "a").unlink()
-    expected = rf"{path(tmp_path / 'a')} is missing.*scripts\.prepare_data --corpus builtin --output {tmp_path}"
+    expected = rf"{path(tmp_path / 'a')} is missing.*scripts\.prepare_data \(--corpus builtin"
     with pytest.raises(ValueError, match=expected):
         open_indexed_dataset(tmp_path / "a")
 
@@ -124,7 +125,9 @@ def test_an_index_of_another_run_is_refused(tmp_path):
     write_indexed_dataset(named([1, 2], [3]), tmp_path / "a", vocab_size=257)
     write_indexed_dataset(named([1, 2, 3]), tmp_path / "b", vocab_size=257)
     idx_path(tmp_path / "b").replace(idx_path(tmp_path / "a"))
-    expected = r"a\.idx says 1 documents, 4 tokens of uint16, but its manifest says 2, 5 of uint16"
+    expected = (
+        r"a\.idx \(62 bytes\) says 1 documents of uint16 with 2 borders, but its manifest says 2 documents, 5 tokens"
+    )
     with pytest.raises(ValueError, match=expected):
         open_indexed_dataset(tmp_path / "a")
 
