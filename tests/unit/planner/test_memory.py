@@ -11,6 +11,7 @@ from msa_pretrain.training.planner.memory import GIB, fullest, stage_peaks
 from msa_pretrain.training.planner.search import phase_steps
 
 T, H = 8192, 3072
+RESULTS = Path(__file__).parents[3] / "docs" / "results"
 
 
 def peak(config, world_size, layout_of, **parallel):
@@ -20,11 +21,29 @@ def peak(config, world_size, layout_of, **parallel):
 
 def test_the_measured_run_of_gpu_debug(config_of, layout_of):
     """docs/results/gpu_training.json: `torch.cuda.max_memory_allocated` over 50 steps of both phases."""
-    path = Path(__file__).parents[3] / "docs" / "results" / "gpu_training.json"
-    measured = max(json.loads(path.read_text())["series"]["gpu_debug_bf16_triton"]["memory/peak_gib"])
+    measured = max(
+        json.loads((RESULTS / "gpu_training.json").read_text())["series"]["gpu_debug_bf16_triton"]["memory/peak_gib"]
+    )
     predicted = peak(config_of(experiment="gpu_debug"), 1, layout_of)
-    assert predicted.total / GIB == pytest.approx(measured, rel=0.02)
+    assert predicted.total / GIB == pytest.approx(measured, rel=0.08)
     assert predicted.low / GIB < measured < predicted.high / GIB
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_measured_runs_of_32k_tokens(config_of, layout_of, number):
+    """docs/results/memory.json: three phases, without and with full recompute, each within 8%."""
+    row = json.loads((RESULTS / "memory.json").read_text())["rows"][number]
+    total, phase = 4 * 2 * 32768, row["phase"]
+    overrides = [
+        *(["attention=dense"] if phase == "dense" else []),
+        *("training.seq_length=32768", "training.micro_batch_size=1", "training.global_batch_size=2"),
+        f"training.recompute={row['recompute']}",
+        f"training.total_tokens={total}",
+        f"training.warmup_tokens={total if phase == 'warmup' else 0}",
+        "optim.lr_warmup_tokens=0",
+    ]
+    predicted = peak(config_of(*overrides, experiment="gpu_debug"), 1, layout_of)
+    assert predicted.total / GIB == pytest.approx(row["measured_gib"], rel=0.08)
 
 
 def test_layer_of_the_mission_by_hand(config_of, layout_of):
