@@ -101,16 +101,20 @@ def rig() -> Iterator[Callable[[TrainConfig], Rig]]:
     """Builds a Rig; all of a test's rigs share one world."""
     with ExitStack() as stack:
         stack.enter_context(distributed())
-        entered: list[TrainConfig] = []
+        rigs: list[Rig] = []
 
         def build(config: TrainConfig) -> Rig:
-            if not entered:
+            if not rigs:
                 torch.set_num_threads(1)
                 stack.enter_context(model_parallel(config.parallel, config.training.seed))
-                entered.append(config)
-            return Rig(config)
+            rigs.append(Rig(config))
+            return rigs[-1]
 
         yield build
+        # After a backward pass autograd's nodes and Megatron's hooks on them keep each other, the model, and with it 48
+        # threads of process groups, alive for ever; hundreds of tests later these take all of the processor.
+        for chunk in (chunk for one in rigs for chunk in one.chunks):
+            vars(chunk).clear()
 
 
 @pytest.fixture
