@@ -14,7 +14,7 @@ pretrain: $(VENV)/.runtime
 	$(BIN)/python -m msa_pretrain.scripts.pretrain experiment=cpu_smoke
 
 test: $(VENV)/.dev
-	$(BIN)/pytest -m "not slow and not layouts"
+	$(BIN)/pytest -n 2 --dist loadfile -m "not slow and not layouts"
 
 # Many jobs of one, two and four processes: layouts, restarts, resharding (about seven minutes).
 test-layouts: $(VENV)/.dev
