@@ -30,10 +30,8 @@ lint: $(VENV)/.dev
 	$(BIN)/lint-imports
 
 dry-run: $(VENV)/.runtime
-	for experiment in configs/experiment/*.yaml; do \
-		WORLD_SIZE=smallest \
-		$(BIN)/python -m msa_pretrain.scripts.pretrain experiment=$$(basename $$experiment .yaml) dry_run=true || exit 1; \
-	done
+	ls configs/experiment | sed 's/\.yaml$$//' | WORLD_SIZE=smallest xargs -P 2 -I {} \
+		$(BIN)/python -m msa_pretrain.scripts.pretrain experiment={} dry_run=true
 	$(BIN)/python -m msa_pretrain.scripts.plan experiment=msa_pt_230b gpus=512 gpu=h200
 
 $(VENV)/.torch:
