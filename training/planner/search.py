@@ -16,10 +16,13 @@ from .ranges import NOTHING, Range
 from .stages import Layout
 
 # What is tried for each key that the command line leaves open. Tensor parallelism stays within a node.
+# What is tried of each key; other values, and `parallel.expert_tensor`, count when they are set by hand.
 TENSOR = (1, 2, 4, 8)
 CONTEXT = (1, 2, 4, 8)
-VIRTUAL = (1, 2, 3, 4, 5, 6, 8)
-MICRO_BATCHES = (1, 2, 4)
+VIRTUAL = (1, 2, 4)
+MICRO_BATCHES = (1, 2)
+CONTEXT_TOKENS = 16384
+"""Context parallelism is tried while each rank keeps so many tokens of a sample: splitting less saves no time."""
 
 
 @dataclass(frozen=True)
@@ -137,8 +140,11 @@ def candidates(
     tries: dict[str, tuple] = {
         "tensor": tuple(size for size in TENSOR if size in divisors and size <= GPUS_PER_NODE),
         "sequence": (False, True),
-        "context": tuple(size for size in CONTEXT if size in divisors),
-        "expert_tensor": (1, "tensor"),
+        "context": tuple(
+            size
+            for size in CONTEXT
+            if size == 1 or (size in divisors and config.training.seq_length >= size * CONTEXT_TOKENS)
+        ),
         "pipeline": tuple(size for size in divisors if size <= config.model.num_layers + 2),
         "virtual_pipeline": VIRTUAL,
         "expert": tuple(size for size in divisors if size <= config.moe.num_experts),
@@ -147,16 +153,12 @@ def candidates(
     for name in names:
         if name not in tries or f"parallel.{name}" in pinned:
             tries[name] = (getattr(config.parallel, name),)
-    split = [name for name in ("tensor", "sequence", "context", "expert_tensor") if name in names]
+    split = ["tensor", "sequence", "context", "expert_tensor"]
     whole = [name for name in names if name not in split]
     recomputes = (config.training.recompute,) if "training.recompute" in pinned else tuple(Recompute)
     sizes = (config.training.micro_batch_size,) if "training.micro_batch_size" in pinned else MICRO_BATCHES
     for values in product(*(tries[name] for name in split)):
         chosen = dict(zip(split, values, strict=True))
-        if chosen.get("expert_tensor") == "tensor":
-            if chosen["tensor"] == 1:
-                continue
-            chosen["expert_tensor"] = chosen["tensor"]
         alone = _with(config, chosen | dict(pipeline=1, virtual_pipeline=1, expert=1))
         if problems := list(cross_check(alone, None)):
             refused.update(problems)
