@@ -7,7 +7,7 @@ PIP := $(BIN)/pip --disable-pip-version-check install --quiet
 # A Python that has torch keeps it: the environment sees it. Otherwise torch is installed, from TORCH_INDEX_URL when set.
 HAS_TORCH := $(shell $(PYTHON) -c 'import torch' 2>/dev/null && echo yes)
 
-.PHONY: pretrain test test-layouts test-slow lint dry-run megatron-next clean
+.PHONY: pretrain test test-layouts test-slow lint dry-run check-shards megatron-next clean
 
 pretrain: $(VENV)/.runtime
 	$(BIN)/python -m msa_pretrain.scripts.prepare_data --corpus builtin --output runs/data/builtin
@@ -30,9 +30,14 @@ lint: $(VENV)/.dev
 	$(BIN)/lint-imports
 
 dry-run: $(VENV)/.runtime
-	ls configs/experiment | sed 's/\.yaml$$//' | WORLD_SIZE=smallest xargs -P 2 -I {} \
-		$(BIN)/python -m msa_pretrain.scripts.pretrain experiment={} dry_run=true
+	for experiment in configs/experiment/*.yaml; do \
+		$(BIN)/python -m msa_pretrain.scripts.pretrain experiment=$$(basename $$experiment .yaml) dry_run=true || exit 1; \
+	done
 	$(BIN)/python -m msa_pretrain.scripts.plan experiment=msa_pt_230b gpus=512 gpu=h200
+
+# The same, and the share of every rank built without memory: do the shares make the model? (about five minutes)
+check-shards:
+	WORLD_SIZE=smallest $(MAKE) dry-run
 
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(if $(HAS_TORCH),--system-site-packages) $(VENV)
