@@ -7,7 +7,7 @@ PIP := $(BIN)/pip --disable-pip-version-check install --quiet
 # A Python that has torch keeps it: the environment sees it. Otherwise torch is installed, from TORCH_INDEX_URL when set.
 HAS_TORCH := $(shell $(PYTHON) -c 'import torch' 2>/dev/null && echo yes)
 
-.PHONY: pretrain test test-layouts test-slow lint dry-run check-shards megatron-next clean
+.PHONY: pretrain test test-layouts parity test-slow lint dry-run check-shards megatron-next clean
 
 pretrain: $(VENV)/.runtime
 	$(BIN)/python -m msa_pretrain.scripts.prepare_data --corpus builtin --output runs/data/builtin
@@ -16,8 +16,12 @@ pretrain: $(VENV)/.runtime
 test: $(VENV)/.dev
 	$(BIN)/pytest -n 2 --dist loadfile -m "not slow and not layouts"
 
-# Many jobs of one, two and four processes: layouts, restarts, resharding (about seven minutes).
+# Many jobs of one and two processes: layouts, restarts, resharding (about nine minutes).
 test-layouts: $(VENV)/.dev
+	$(BIN)/pytest -m "layouts and not parity"
+
+# The same with combinations of layouts and four processes.
+parity: $(VENV)/.dev
 	$(BIN)/pytest -m layouts
 
 test-slow: $(VENV)/.dev

@@ -21,6 +21,7 @@ from plans import (  # noqa: E402  (scripts beside the tests, not a package)
     LAYOUTS,
     MTP,
     MTP_LAYOUTS,
+    PAIRS,
     RAMP,
     RESUMED,
     SHARED_SAMPLES,
@@ -51,7 +52,7 @@ class Launcher:
         command = [sys.executable, "-W", "ignore", *launcher, str(HERE / "walker.py"), str(self.directory), str(plan)]
         log = plan.with_suffix(".log")  # a file: a pipe would wait for every process that a killed job leaves behind
         with log.open("w") as file:
-            done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, timeout=500, check=False)
+            done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, timeout=1200, check=False)
         if killed:
             assert done.returncode == -9 or "SIGKILL" in log.read_text(), log.read_text()[-3000:]
         elif done.returncode:
@@ -70,8 +71,9 @@ def launcher(tmp_path_factory) -> Launcher:
 
 
 @pytest.fixture(scope="session")
-def walked(launcher):
-    """All jobs, once."""
+def walked(launcher, request):
+    """All jobs, once; those of pairs of layouts only where a test of theirs was asked for."""
+    with_pairs = any(item.get_closest_marker("parity") for item in request.session.items)
     long = dict(steps=20, warmup_steps=10)
     # tensor parallelism sends many messages: twelve steps of the twenty
     cut_long = dict(stop_before=13, save_at=[11], **long)
@@ -103,6 +105,7 @@ def walked(launcher):
             *(
                 Run(name, overrides, **(cut_long if name in SHARED_SAMPLES else long))
                 for name, overrides in LAYOUTS.items()
+                if with_pairs or name not in PAIRS
             ),
             *(Run(name, VARIANTS[of] + overrides, **short) for name, (of, overrides) in VARIANT_LAYOUTS.items()),
             *(Run(f"{name}_whole", overrides) for name, overrides in RESUMED.items()),
@@ -129,9 +132,10 @@ def walked(launcher):
             Run("dp2_to_tp2", RESUMED["tp2"], load=checkpoint["dp2"], **loaded),
         ],
     )
-    launcher.launch(
-        4, [Run(name, VARIANTS[of] + overrides, **short) for name, (of, overrides) in FOUR_PROCESSES.items()]
-    )
+    if with_pairs:
+        launcher.launch(
+            4, [Run(name, VARIANTS[of] + overrides, **short) for name, (of, overrides) in FOUR_PROCESSES.items()]
+        )
     launcher.launch(
         1,
         [

@@ -14,6 +14,8 @@ LAYOUTS = {
     "cp2": [P + "context=2"],
     "cp2_ep2_recompute": [P + "context=2", P + "expert=2", "training.recompute=full"],
 }
+# Combinations, and with them the jobs of four processes, are left to `make parity`.
+PAIRS = ["tp2_ep2_recompute", "tp2_etp2_allgather", "cp2_ep2_recompute"]
 # Ranks work on one sample together.
 SHARED_SAMPLES = [name for name in LAYOUTS if name.startswith(("tp2", "cp2"))]
 OFTEN = "tracking.recall_every=2"
