@@ -78,18 +78,18 @@ def assert_same_series(walked, name, num_ranks, reference_name, num_steps):
 
 @pytest.mark.parametrize("name", each(*SHARED_SAMPLES))
 def test_gradients_equal_those_of_one_process(walked, name):
-    """Adam's first moment, ten steps of the warm-up and one of the sparse phase, parameter by parameter."""
+    """Adam's first moment, ten steps of the warm-up and one of the sparse phase: relative error of each parameter."""
     with distributed():
         ours = tensors(dist_checkpointing.load_plain_tensors(str(walked.checkpoint(name, 11))))
         reference = tensors(dist_checkpointing.load_plain_tensors(str(walked.checkpoint("one", 11))))
     worst = {
-        key: ((ours[key] - value).abs().max() / value.abs().max()).item()
+        key: (ours[key].double() - value.double()).norm().item() / value.double().norm().item()
         for key, value in reference.items()
         if ".exp_avg." in key
     }
     assert len(worst) > 50
     print(f"{name}: {max(worst.values()):.1e}")
-    # measured: 3.2e-6 at most
+    # measured: 3.9e-6 at most, eleven steps of rounding on
     assert max(worst.values()) <= 1e-5, worst
 
 
