@@ -48,3 +48,8 @@ def dot_precision(dtype: torch.dtype) -> str:
 
 def next_power_of_two(number: int) -> int:
     return 1 << max(number - 1, 0).bit_length()
+
+
+def unit_stride(tensor: Tensor) -> Tensor:
+    """The tensor itself if its last dimension is dense, else a contiguous copy: kernels take all other strides."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

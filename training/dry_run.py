@@ -5,11 +5,10 @@ from ..model.flops import step_flops
 from ..model.parameters import count_parameters, index_parameters
 from .config import TrainConfig, to_dict, to_yaml
 from .phases import phase_at
+from .planner.memory import GIB
 from .planner.stages import Layout, held_by_chunk, together
 from .planner.states import states_of
 from .redaction import redact
-
-GIB = 2**30
 
 
 def report(config: TrainConfig, world_size: int) -> str:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ..dense_causal_attention.library import backward_runs, check_head_dim, dense_tables, forward_runs
 from ..segments import Segments
-from ..triton_support import check_choice, check_triton, dot_precision, next_power_of_two
+from ..triton_support import check_choice, check_triton, dot_precision, next_power_of_two, unit_stride
 from ..tuning import TileConfig, tile_config
 from .backward_kernel import _delta_kernel, _dq_kernel, _sparse_attention_bwd_kernel, _sum_slots_kernel
 from .kernel import _block_stats_kernel, _combine_kernel, _sparse_attention_fwd_kernel
@@ -27,11 +27,6 @@ def check_supported(op: str, query: Tensor, key: Tensor, block_indices: Tensor, 
     check_choice(op, "head dim", query.shape[2], SUPPORTED_SIZES)
     check_choice(op, "query heads per KV group", query.shape[1] // key.shape[1], HEADS_PER_GROUP)
     check_choice(op, "number of kept blocks", block_indices.shape[2], NUM_SELECTED)
-
-
-def unit_stride(tensor: Tensor) -> Tensor:
-    """The tensor itself if its last dimension is dense, else a contiguous copy: kernels take all other strides."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def partial_dtype(dtype: torch.dtype) -> torch.dtype:

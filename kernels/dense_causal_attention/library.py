@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..segments import Segments
+from ..triton_support import unit_stride
 from .reference import dense_attention_reference, dense_gradients_reference
 
 CUDNN_LENGTH = 1024
@@ -102,11 +103,6 @@ def _heads_first(tensor: Tensor) -> Tensor:
     return tensor.transpose(0, 1)[None]
 
 
-def _unit_stride(tensor: Tensor) -> Tensor:
-    """The libraries want the head dim contiguous."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
 def has_library(query: Tensor) -> bool:
     """Whether the libraries take tensors like this one."""
     return query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
@@ -123,7 +119,7 @@ def forward_runs(
     scale: float,
 ) -> None:
     """Write the rows of all runs to `output` [t_q, n, d] and `lse` fp32 [t_q, n]; see `dense_tables` for the runs."""
-    query, key, value = _unit_stride(query), _unit_stride(key), _unit_stride(value)
+    query, key, value = unit_stride(query), unit_stride(key), unit_stride(value)
     for run in _runs(table):
         q, k, v = query[run.queries], key[run.keys], value[run.keys]
         if not has_library(query):
@@ -159,7 +155,7 @@ def backward_runs(
     scale: float,
 ) -> None:
     """Write the query gradients of all runs, and add those of keys and values, in fragment order."""
-    grad, query, key, value = (_unit_stride(tensor) for tensor in (grad, query, key, value))
+    grad, query, key, value = (unit_stride(tensor) for tensor in (grad, query, key, value))
     no_seed = torch.zeros((), dtype=torch.int64, device=key.device)
     for run in _runs(table):
         q, k, v = query[run.queries], key[run.keys], value[run.keys]

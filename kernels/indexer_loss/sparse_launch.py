@@ -17,11 +17,10 @@ from ..block_sparse_attention.launch import (
     partial_dtype,
     sum_slots,
     tile_for,
-    unit_stride,
 )
 from ..block_sparse_attention.reverse_index import build_reverse_index, document_tables
 from ..segments import Segments
-from ..triton_support import check_choice, check_triton, dot_precision, next_power_of_two
+from ..triton_support import check_choice, check_triton, dot_precision, next_power_of_two, unit_stride
 from .dense_launch import dense_indexer_kl_triton
 from .sparse_kernel import _kl_rows_kernel, _sparse_kl_bwd_kernel, _sparse_kl_fwd_kernel
 

@@ -145,7 +145,7 @@ class Activations:
         """Router, dispatcher and grouped experts; the tokens that arrive from other ranks are as many as those sent."""
         spec, rows, pairs = self.spec, self.rows, self.expert_rows
         moe, model, size = spec.moe, spec.model, self.itemsize
-        ffn = moe.expert_hidden_size // self.spec.parallel.expert_tensor
+        ffn = moe.expert_hidden_size // spec.parallel.expert_tensor
         local = moe.num_experts // spec.parallel.expert
         saved = {
             "router input": 4 * rows * model.hidden_size,

@@ -107,7 +107,7 @@ def mlp(a: Activations, layer: int) -> float:
         ffn = spec.moe.dense_hidden_size // spec.parallel.tensor
         return size * (a.tokens * (5 * ffn + hidden) + 2 * hidden * ffn)
     pairs, local = a.expert_rows, spec.moe.num_experts // spec.parallel.expert
-    ffn = spec.moe.expert_hidden_size // a.spec.parallel.expert_tensor
+    ffn = spec.moe.expert_hidden_size // spec.parallel.expert_tensor
     weights = local * mlp_parameters(hidden, ffn) * size
     down = size * pairs * (2 * hidden + ffn) + weights / 3
     product = pairs * ffn * (3 * 4 + size)

@@ -74,7 +74,7 @@ def micro_batch_messages(a: Activations, held: Held, num_chunks: int = 1) -> lis
 def _expert(a: Activations) -> float:
     parallel, hidden = a.spec.parallel, a.spec.model.hidden_size
     if parallel.dispatcher.name == "allgather":
-        return 2.0 * (parallel.expert * a.spec.parallel.expert_tensor - 1) * (a.itemsize + 4) * a.rows * hidden
+        return 2.0 * (parallel.expert * parallel.expert_tensor - 1) * (a.itemsize + 4) * a.rows * hidden
     return 4.0 * (1 - 1 / parallel.expert) * a.itemsize * a.rows * a.spec.moe.top_k * hidden
 
 

@@ -8,7 +8,7 @@ GPUS_PER_NODE = 8
 
 # Of the measured rate of a large matrix product. A guess for products of 4K to 64K rows until it is measured.
 LINEAR_SHARE = Range(0.65, 0.92)
-# torch's grouped_mm on uneven experts; not measured yet (`scripts/bench_memory.py` does; the project wants 65%).
+# torch's grouped_mm; 65% was measured on an H200 for 64 experts with even loads (docs/results/memory.md).
 EXPERT_SHARE = Range(0.45, 0.75)
 # Of the measured copy rate, for element-wise kernels of PyTorch.
 COPY_SHARE = Range(0.6, 0.95)

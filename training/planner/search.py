@@ -15,8 +15,8 @@ from .memory import GIB, Load, Peak, fullest
 from .ranges import NOTHING, Range
 from .stages import Layout
 
-# What is tried for each key that the command line leaves open. Tensor parallelism stays within a node.
-# What is tried of each key; other values, and `parallel.expert_tensor`, count when they are set by hand.
+# What is tried for each key that the command line leaves open; other values, and `parallel.expert_tensor`, count when
+# they are set by hand. Tensor parallelism stays within a node.
 TENSOR = (1, 2, 4, 8)
 CONTEXT = (1, 2, 4, 8)
 VIRTUAL = (1, 2, 4)
