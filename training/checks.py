@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +9,8 @@ from typing import TYPE_CHECKING
 
 from ..data.order import LongDocuments, Packing
 from ..model.config import AttentionBackend, AttentionKind, IndexerInit, LayerBackend
+from .check_tools import choices, divisors, value_of
+from .layout_checks import batch_problems, layout_problems
 
 if TYPE_CHECKING:
     from .config import TrainConfig
@@ -93,23 +94,23 @@ def cross_check(config: TrainConfig, world_size: int | None) -> Iterator[str]:
     yield from _model(config)
     yield from _attention(config)
     yield from _moe(config)
-    parallel = list(_parallel(config, world_size))
+    parallel = list(layout_problems(config, world_size))
     yield from parallel
     yield from _training(config)
     yield from _ramp(config)
     yield from _optim(config)
     if world_size is not None and not parallel:
-        yield from _batches(config, world_size)
+        yield from batch_problems(config, world_size)
     yield from _run(config)
     yield from _data(config)
 
 
 def _ranges(config: TrainConfig) -> Iterator[str]:
     for key, minimum in MINIMUMS.items():
-        if (value := _get(config, key)) < minimum:
+        if (value := value_of(config, key)) < minimum:
             yield f"{key} ({value}) must be at least {minimum}."
     for key in POSITIVE:
-        if (value := _get(config, key)) <= 0:
+        if (value := value_of(config, key)) <= 0:
             yield f"{key} ({value}) must be above 0."
 
 
@@ -118,7 +119,7 @@ def _model(config: TrainConfig) -> Iterator[str]:
     if model.num_query_heads % model.num_kv_heads:
         yield (
             f"model.num_kv_heads ({model.num_kv_heads}) must divide model.num_query_heads ({model.num_query_heads}). "
-            f"Use {_choices(_divisors(model.num_query_heads))}."
+            f"Use {choices(divisors(model.num_query_heads))}."
         )
     if model.rotary_dim % 2 or model.rotary_dim > model.head_dim:
         yield f"model.rotary_dim ({model.rotary_dim}) must be even and at most model.head_dim ({model.head_dim})."
@@ -157,8 +158,8 @@ def _triton_sizes(config: TrainConfig) -> Iterator[str]:
     """What the Triton ops would refuse at the first step (a test compares these numbers with theirs)."""
     sizes = ("attention.block_size", "attention.index_dim", "model.head_dim")
     for key in sizes if config.spec.msa_layers else ():
-        if (size := _get(config, key)) not in TRITON_SIZES:
-            yield f"{key} ({size}) must be {_choices(list(TRITON_SIZES))} with attention.backend=triton."
+        if (size := value_of(config, key)) not in TRITON_SIZES:
+            yield f"{key} ({size}) must be {choices(list(TRITON_SIZES))} with attention.backend=triton."
     if config.attention.top_k > TRITON_MAX_TOP_K:
         yield (
             f"attention.top_k ({config.attention.top_k}) must be at most {TRITON_MAX_TOP_K} with "
@@ -194,7 +195,7 @@ def _expert_groups(config: TrainConfig) -> Iterator[str]:
     if moe.num_experts % moe.num_groups:
         yield (
             f"moe.num_groups ({moe.num_groups}) must divide moe.num_experts ({moe.num_experts}). "
-            f"Use {_choices(_divisors(moe.num_experts))}."
+            f"Use {choices(divisors(moe.num_experts))}."
         )
         return
     if moe.top_groups > moe.num_groups:
@@ -202,7 +203,7 @@ def _expert_groups(config: TrainConfig) -> Iterator[str]:
     if moe.top_k % moe.top_groups:
         yield (
             f"moe.top_groups ({moe.top_groups}) must divide moe.top_k ({moe.top_k}): a group is worth its top_k / "
-            f"top_groups best experts. Use {_choices(_divisors(moe.top_k))}."
+            f"top_groups best experts. Use {choices(divisors(moe.top_k))}."
         )
     open_experts = moe.top_groups * moe.num_experts // moe.num_groups
     if open_experts < moe.top_k <= moe.num_experts:
@@ -210,101 +211,6 @@ def _expert_groups(config: TrainConfig) -> Iterator[str]:
             f"moe.top_groups ({moe.top_groups}) leaves {open_experts} experts open to a token, fewer than moe.top_k "
             f"({moe.top_k}). Raise moe.top_groups."
         )
-
-
-def _parallel(config: TrainConfig, world_size: int | None) -> Iterator[str]:
-    parallel, layers = config.parallel, config.model.num_layers
-    yield from _context(config)
-    yield from _tensor(config)
-    if config.moe.num_experts % parallel.expert:
-        yield (
-            f"parallel.expert ({parallel.expert}) must divide moe.num_experts ({config.moe.num_experts}). "
-            f"Use {_choices(_divisors(config.moe.num_experts))}."
-        )
-    if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
-        yield (
-            f"parallel.virtual_pipeline ({parallel.virtual_pipeline}) needs parallel.pipeline above 1. "
-            "Set parallel.virtual_pipeline=1."
-        )
-    chunks = parallel.pipeline * parallel.virtual_pipeline
-    if not splits_evenly(layers, parallel.pipeline, parallel.virtual_pipeline):
-        yield (
-            f"parallel.pipeline x parallel.virtual_pipeline ({chunks}) must divide model.num_layers ({layers}), or "
-            f"{layers + 2} when the embedding and the loss count as layers. Use {_choices(_pipelines(layers))}."
-        )
-    if world_size is None:
-        return
-    for name, size in (
-        ("parallel.tensor x parallel.context x parallel.pipeline", parallel.model_ranks),
-        ("parallel.pipeline x parallel.expert x parallel.expert_tensor", parallel.expert_ranks),
-    ):
-        if world_size % size:
-            yield (
-                f"{name} ({size}) must divide the number of processes ({world_size}). Use a product out of "
-                f"{_choices(_divisors(world_size))}, or start another number of processes."
-            )
-
-
-def _tensor(config: TrainConfig) -> Iterator[str]:
-    """What tensor parallelism splits: KV groups, vocabulary rows, channels of the MLPs; and tokens, with `sequence`."""
-    parallel, model, moe = config.parallel, config.model, config.moe
-    tensor = parallel.tensor
-    if parallel.expert_tensor not in (1, tensor):
-        yield (
-            f"parallel.expert_tensor ({parallel.expert_tensor}) must be 1 or parallel.tensor ({tensor}). "
-            f"Use {_choices(sorted({1, tensor}))}."
-        )
-    elif moe.expert_hidden_size % parallel.expert_tensor:
-        yield (
-            f"parallel.expert_tensor ({parallel.expert_tensor}) must divide moe.expert_hidden_size "
-            f"({moe.expert_hidden_size}). Use 1."
-        )
-    if tensor == 1:
-        if parallel.sequence:
-            yield "parallel.sequence has no effect without tensor parallelism. Set it to false."
-        return
-    if model.num_kv_heads % tensor:
-        yield (
-            f"parallel.tensor ({tensor}) must divide model.num_kv_heads ({model.num_kv_heads}): a rank has whole KV "
-            f"groups. Use {_choices(_divisors(model.num_kv_heads))}."
-        )
-    for key in ("model.vocab_size", "moe.dense_hidden_size", "moe.shared_hidden_size"):
-        if (size := int(_get(config, key))) % tensor:
-            above = -(-size // tensor) * tensor
-            # a vocabulary must not shrink below the tokenizer's
-            near = {above} if key == "model.vocab_size" else {above, max(above - tensor, tensor)}
-            yield f"{key} ({size}) must be a multiple of parallel.tensor ({tensor}). Use {_choices(sorted(near))}."
-    if config.spec.moe_layers and not parallel.sequence:
-        yield (
-            f"parallel.tensor ({tensor}) with MoE layers needs parallel.sequence: every rank would route every token. "
-            "Set parallel.sequence=true."
-        )
-
-
-def _context(config: TrainConfig) -> Iterator[str]:
-    """What splits the tokens of a micro-batch: two chunks for each context rank, then equal parts with `sequence`."""
-    parallel, training = config.parallel, config.training
-    if parallel.context > 1 and config.model.mtp_layers:
-        yield (
-            f"parallel.context ({parallel.context}) with model.mtp_layers ({config.model.mtp_layers}) is not available "
-            "in this version: MTP would look ahead across the ranks' borders. Set one of them to 1 or 0."
-        )
-    parts = 2 * parallel.context if parallel.context > 1 else 1
-    name = "2 x parallel.context" if parallel.context > 1 else "parallel.tensor"
-    if parallel.sequence:
-        parts = math.lcm(parts, parallel.context * parallel.tensor)
-        name = "2 x parallel.context and parallel.context x parallel.tensor" if parallel.context > 1 else name
-    if (tokens := training.micro_batch_size * training.seq_length) % parts:
-        yield (
-            f"training.micro_batch_size x training.seq_length ({tokens}) must be a multiple of {name}, which takes "
-            f"{parts}. Use training.seq_length={-(-training.seq_length // parts) * parts}."
-        )
-
-
-def splits_evenly(num_layers: int, pipeline: int, virtual_pipeline: int) -> bool:
-    """Whether Megatron can split the layers, alone or with the embedding and the loss counted as one layer each."""
-    chunks = pipeline * virtual_pipeline
-    return num_layers % chunks == 0 or (chunks > 1 and (num_layers + 2) % chunks == 0 and num_layers + 2 > 2 * chunks)
 
 
 def _training(config: TrainConfig) -> Iterator[str]:
@@ -361,29 +267,6 @@ def _ramp(config: TrainConfig) -> Iterator[str]:
         yield (
             f"training.batch_ramp ({ramp}) must grow from {ramp[0]} in steps of {ramp[1]} to "
             f"training.global_batch_size ({size}) exactly."
-        )
-
-
-def _batches(config: TrainConfig, world_size: int) -> Iterator[str]:
-    training, parallel = config.training, config.parallel
-    data_parallel = parallel.data_parallel(world_size)
-    rows = training.micro_batch_size * data_parallel
-    for key in ("global_batch_size", "eval_samples"):
-        if (size := getattr(training, key)) % rows:
-            yield (
-                f"training.{key} ({size}) must be a multiple of micro_batch_size x data-parallel size "
-                f"({training.micro_batch_size} x {data_parallel}). Use {rows * max(1, round(size / rows))}."
-            )
-    if bad := [size for size in training.batch_ramp[:2] if size % rows]:
-        yield (
-            f"training.batch_ramp: start and increment {bad} must be multiples of micro_batch_size x data-parallel "
-            f"size ({training.micro_batch_size} x {data_parallel})."
-        )
-    num_micro_batches = training.global_batch_size // rows
-    if parallel.virtual_pipeline > 1 and num_micro_batches % parallel.pipeline:
-        yield (
-            f"with parallel.virtual_pipeline the micro-batches of a step ({num_micro_batches}) must be a multiple of "
-            f"parallel.pipeline ({parallel.pipeline}). Change training.global_batch_size."
         )
 
 
@@ -466,20 +349,3 @@ def _layer_list(key: str, layers: list[int], num_layers: int) -> Iterator[str]:
         yield f"{key} names layers {bad}, but layers run from 0 to {num_layers - 1}."
     if len(set(layers)) != len(layers):
         yield f"{key} ({layers}) names a layer twice."
-
-
-def _get(config: TrainConfig, key: str) -> float:
-    section, name = key.split(".")
-    return getattr(getattr(config, section), name)
-
-
-def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]
-
-
-def _pipelines(num_layers: int) -> list[int]:
-    return [size for size in range(1, num_layers + 1) if splits_evenly(num_layers, size, 1)]
-
-
-def _choices(values: list[int]) -> str:
-    return ", ".join(map(str, values[:-1])) + (" or " if len(values) > 1 else "") + str(values[-1])

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ...model.config import ModelSpec, ParallelConfig
-from ..checks import splits_evenly
+from ..layout_checks import splits_evenly
 
 Slot = int | str
 """A 0-based layer, or 'embedding' or 'head'."""
