@@ -8,24 +8,19 @@ import contextlib
 import fcntl
 import hashlib
 import json
-import multiprocessing
 import os
 import platform
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import numpy as np
-
 from .corpus import DEFAULT_MAX_BYTES, SPLITS, read_corpus
-from .documents import COMPRESSIONS, Batch, Unit, find_units, read_batches, texts_of
+from .documents import COMPRESSIONS, Unit, find_units, read_batches
 from .indexed import FILES, Manifest, Source, open_indexed_dataset, read_manifest
 from .tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
-from .writer import IdOutsideError, IndexedWriter, with_eod, write_indexed_dataset
+from .workers import TRAIN, Tokenized, tokenize
+from .writer import IndexedWriter, write_indexed_dataset
 
 __all__ = [
     "Recipe",
@@ -36,9 +31,7 @@ __all__ = [
     "write_indexed_dataset",
 ]
 
-TRAIN = "train"
 _COMMIT_EVERY_S = 10.0
-_QUEUED = 3  # batches waiting for each worker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,20 +75,6 @@ class _State:
     empty: dict[str, int] = field(default_factory=dict)
     repaired: dict[str, int] = field(default_factory=dict)
     units: list[list] = field(default_factory=list)  # of each unit begun: documents, sha256 of their text, bytes
-
-
-@dataclass(frozen=True)
-class _Tokenized:
-    """What a worker makes of a batch."""
-
-    unit: int
-    end_row: int
-    parts: dict[str, tuple[np.ndarray, np.ndarray]]  # split -> (tokens, lengths)
-    empty: dict[str, int]
-    repaired: dict[str, int]
-    num_texts: int
-    num_raw_bytes: int  # of the rows, near enough for the time left
-    sha256: bytes  # of the texts' hashes
 
 
 def prepare(
@@ -188,7 +167,7 @@ class _Job:
         )
         before = self._totals()
         start = last_commit = time.perf_counter()
-        for result in _tokenize(batches, recipe, self.tokenizer, num_workers):
+        for result in tokenize(batches, recipe, self.tokenizer, num_workers):
             self._write(result)
             now = time.perf_counter()
             if now - last_commit > _COMMIT_EVERY_S:
@@ -201,7 +180,7 @@ class _Job:
         self._state_path.unlink()
         return manifests
 
-    def _write(self, result: _Tokenized) -> None:
+    def _write(self, result: Tokenized) -> None:
         state = self.state
         for split, (tokens, lengths) in result.parts.items():
             self.writers[split].add(tokens, lengths)
@@ -267,104 +246,6 @@ class _Job:
             tokens_per_s=(tokens - before[1]) / seconds,
             seconds_left=seconds * (1 - (share or 0.0)) / done_here if done_here else None,
         )
-
-
-def _tokenize(batches: Iterable[Batch], recipe: Recipe, tokenizer: Tokenizer, num_workers: int) -> Iterator[_Tokenized]:
-    """The batches through the workers, in order, a few of them at a time; one worker is this process."""
-    if num_workers == 1:
-        worker = _Worker(tokenizer, recipe.text_column, recipe.held_out)
-        yield from map(worker.tokenize, batches)
-        return
-    arguments = (recipe.tokenizer, recipe.eod_token, recipe.text_column, recipe.held_out)
-    # forkserver: a fork of a process with threads (pyarrow's) may hang
-    context = multiprocessing.get_context("forkserver")
-    with ProcessPoolExecutor(num_workers, context, _start_worker, arguments) as pool:
-        waiting: deque[Future[_Tokenized]] = deque()
-        try:
-            for batch in batches:
-                waiting.append(pool.submit(_tokenize_batch, batch))
-                if len(waiting) > _QUEUED * num_workers:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        except BrokenProcessPool as err:
-            raise ValueError(
-                "a worker process died, most likely for want of memory. Run the same command again to go on from the "
-                "last commit, with fewer --num-workers."
-            ) from err
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-
-
-@dataclass(frozen=True)
-class _Worker:
-    """Parses, hashes and tokenizes batches."""
-
-    tokenizer: Tokenizer
-    text_column: str
-    held_out: dict[str, float]
-
-    def tokenize(self, batch: Batch) -> _Tokenized:
-        texts = texts_of(batch, self.text_column)
-        by_split: dict[str, list[str]] = {}
-        repaired: dict[str, int] = {}
-        digest, num_bytes = hashlib.sha256(), 0
-        for text in texts:
-            try:
-                raw, damaged = text.encode("utf-8"), False
-            except UnicodeEncodeError:
-                text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-                raw, damaged = text.encode("utf-8"), True
-            own = hashlib.sha256(raw).digest()
-            split = _split_of(own, self.held_out)
-            by_split.setdefault(split, []).append(text)
-            if damaged:
-                repaired[split] = repaired.get(split, 0) + 1
-            digest.update(own)
-            num_bytes += len(raw)
-        parts, empty = {}, {}
-        for split, chosen in by_split.items():
-            ids, lengths = self.tokenizer.encode_batch(chosen)
-            try:
-                tokens, lengths, kept = with_eod(ids, lengths, self.tokenizer)
-            except IdOutsideError as err:
-                raise ValueError(
-                    f"{batch.name}: the document that begins {chosen[err.document][:60]!r} {err}"
-                ) from None
-            parts[split], empty[split] = (tokens, lengths), int((~kept).sum())
-        return _Tokenized(
-            unit=batch.unit,
-            end_row=batch.first_row + len(batch.rows),
-            parts=parts,
-            empty=empty,
-            repaired=repaired,
-            num_texts=len(texts),
-            num_raw_bytes=int(sum(len(row or "") for row in batch.rows) * num_bytes / max(1, sum(map(len, texts)))),
-            sha256=digest.digest(),
-        )
-
-
-_worker: _Worker | None = None  # of a worker process
-
-
-def _start_worker(tokenizer: str, eod_token: str | None, text_column: str, held_out: dict[str, float]) -> None:
-    global _worker
-    _worker = _Worker(load_tokenizer(tokenizer, eod_token), text_column, held_out)
-
-
-def _tokenize_batch(batch: Batch) -> _Tokenized:
-    assert _worker is not None
-    return _worker.tokenize(batch)
-
-
-def _split_of(sha256: bytes, held_out: dict[str, float]) -> str:
-    """The split of a document by the hash of its text."""
-    at = int.from_bytes(sha256[:8], "big") / 2**64
-    for split, share in held_out.items():
-        if at < share:
-            return split
-        at -= share
-    return TRAIN
 
 
 def _describe(recipe: Recipe, units: list[Unit], tokenizer: Tokenizer) -> str:

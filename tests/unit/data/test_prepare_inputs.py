@@ -13,6 +13,7 @@ import pytest
 
 from msa_pretrain.data import documents as documents_module
 from msa_pretrain.data import prepare as prepare_module
+from msa_pretrain.data import workers
 from msa_pretrain.data.documents import find_units
 from msa_pretrain.data.indexed import FILES, bin_path, open_indexed_dataset, read_manifest
 from msa_pretrain.data.prepare import Recipe, prepare
@@ -352,7 +353,7 @@ def test_two_jobs_do_not_write_to_one_folder(tmp_path):
 def test_a_worker_that_dies_is_reported(tmp_path, monkeypatch):
     class Broken:
         def submit(self, *_):
-            raise prepare_module.BrokenProcessPool
+            raise workers.BrokenProcessPool
 
         def shutdown(self, **_): ...
 
@@ -361,7 +362,7 @@ def test_a_worker_that_dies_is_reported(tmp_path, monkeypatch):
 
         def __exit__(self, *_): ...
 
-    monkeypatch.setattr(prepare_module, "ProcessPoolExecutor", lambda *_: Broken())
+    monkeypatch.setattr(workers, "ProcessPoolExecutor", lambda *_: Broken())
     with pytest.raises(ValueError, match=r"a worker process died, .* Run the same command again"):
         prepare(recipe(json_lines(tmp_path / "a.jsonl", TEXTS)), tmp_path / "out", num_workers=2)
 
