@@ -11,6 +11,7 @@ from .dense_causal_attention import dense_attention
 from .indexer_loss import dense_indexer_kl, sparse_indexer_kl
 from .segments import Segments
 from .selection_recall import SelectionQuality, selection_quality, skill
+from .sparse_training import sparse_attention_with_kl
 
 __all__ = [
     "Segments",
@@ -24,5 +25,6 @@ __all__ = [
     "selection_quality",
     "skill",
     "sparse_attention",
+    "sparse_attention_with_kl",
     "sparse_indexer_kl",
 ]

@@ -68,6 +68,11 @@ TABLE: dict[tuple[str, str, int, int, int], TileConfig] = {
     ("sparse_kl_bwd", "any", 0, 0, 2): TileConfig(64, 512, num_warps=8, num_stages=1),
     ("sparse_kl_bwd", "any", 0, 0, 4): TileConfig(16, 512, num_warps=8, num_stages=1),
     ("sparse_kl_bwd", INTERPRETER, 0, 0, 0): TileConfig(64, 64, num_warps=4, num_stages=1),
+    # Sparse KL with the teacher read from memory. Rows: queries of a tile; the items are the attention's.
+    ("sparse_kl_read", "sm90", 0, 0, 2): TileConfig(64, 0, num_warps=8, num_stages=2),
+    ("sparse_kl_read", "any", 0, 0, 2): TileConfig(64, 0, num_warps=8, num_stages=1),
+    ("sparse_kl_read", "any", 0, 0, 4): TileConfig(16, 0, num_warps=8, num_stages=1),
+    ("sparse_kl_read", INTERPRETER, 0, 0, 0): TileConfig(64, 0, num_warps=4, num_stages=1),
     ("kl_rows", "any", 0, 0, 0): TileConfig(32, 0, num_warps=4, num_stages=1),
     ("kl_rows", INTERPRETER, 0, 0, 0): TileConfig(256, 0, num_warps=4, num_stages=1),
 }

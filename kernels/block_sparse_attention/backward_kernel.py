@@ -2,41 +2,77 @@
 
 P is computed again from q, k and lse. dK and dV of an item stay in registers; a row of one item adds them to the
 gradient itself, a row of several writes them to slots that a second kernel adds in order. dQ goes to one slot for each
-(query, slot, head), in the keys' distance from what their block has in common, m_b (`_block_stats_kernel`):
+(query, slot, head), in a unit of the row that keeps every slot of it in fp16's range. With TEACHER, the mean of P over
+the group's heads is left for the indexer's KL.
 
-    dQ = scale * sum over slots b of ( sum_j dS_j (k_j - m_b)  +  sigma_b (m_b - c) ),   sigma_b = sum_j dS_j
-
-Since all dS of a row sum to 0, any c gives the same; c is the mean of the row's m_b. So a common offset of the keys
-never meets the 16-bit rounding of dS and of the slots.
+dQ uses keys without what a document's keys have in common (centring_kernel.py).
 """
 
 import triton
 import triton.language as tl
 
-from .kernel import find_item, head_rows, load_block, pair_rows
+from .kernel import find_item, head_rows, load_block, mask_end, pair_rows
+
+# P is stored in units of 2^-14: fp16 then has all its bits down to a probability of 2^-28.
+TEACHER_UNIT = tl.constexpr(2.0**-14)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit
+def kept_blocks(
+    block_indices_ptr, query_row, group, table_group, first_block, position, mask,
+    stride_it, stride_ig, stride_ik,
+    TABLE_GROUPS: tl.constexpr, NUM_SELECTED: tl.constexpr, SLOTS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Of each row: places of its blocks in a table [blocks, TABLE_GROUPS], which of them are real; its visible tokens."""
+    slots = tl.arange(0, SLOTS)[None, :]
+    ids = tl.load(
+        block_indices_ptr + (query_row * stride_it + group * stride_ig)[:, None] + slots * stride_ik,
+        mask=mask[:, None] & (slots < NUM_SELECTED),
+        other=-1,
+    )
+    first_token = ids * BLOCK_SIZE
+    is_used = (ids >= 0) & (first_token <= position[:, None])
+    num_tokens = tl.where(is_used, tl.minimum(position[:, None] - first_token + 1, BLOCK_SIZE), 0)
+    place = (first_block[:, None] + ids).to(tl.int64) * TABLE_GROUPS + table_group[:, None]
+    return place, is_used, tl.sum(num_tokens, 1)
+
+
+@triton.jit
+def slot_unit(size):
+    """The power of two in whose units numbers below 2^size lie below 2^15."""
+    return tl.exp2(tl.minimum(tl.maximum(size - 15.0, -100.0), 100.0))
+
+
+@triton.jit(do_not_specialize=["num_queries"])
 def _delta_kernel(
     output_ptr,
     grad_ptr,
+    value_size_ptr,
+    key_size_ptr,
+    block_indices_ptr,
+    query_table_ptr,
     delta_ptr,
-    grad_size_ptr,
-    delta_size_ptr,
-    num_rows,
+    unit_ptr,
+    num_queries,
     stride_ot,
     stride_on,
     stride_gt,
     stride_gn,
-    NUM_HEADS: tl.constexpr,
+    stride_it,
+    stride_ig,
+    stride_ik,
+    NUM_GROUPS: tl.constexpr,
+    NUM_SELECTED: tl.constexpr,
+    SLOTS: tl.constexpr,
+    HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """delta = <output, grad> of each (query, head); log2 of sum |grad| and of |delta|, rounded up."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    mask = row < num_rows
-    query_row = row // NUM_HEADS
-    head = row % NUM_HEADS
+    """delta = <output, grad> of each (query, head), and the unit of its slots of dQ."""
+    mask, row, query_row, head, first_block, position = head_rows(
+        0, num_queries, query_table_ptr, NUM_GROUPS, HEADS, ROWS
+    )
     offs_d = tl.arange(0, HEAD_DIM)[None, :]
     output = tl.load(
         output_ptr + (query_row * stride_ot + head * stride_on)[:, None] + offs_d, mask=mask[:, None], other=0.0
@@ -45,10 +81,19 @@ def _delta_kernel(
         grad_ptr + (query_row * stride_gt + head * stride_gn)[:, None] + offs_d, mask=mask[:, None], other=0.0
     ).to(tl.float32)
     delta = tl.sum(output * grad, 1)
-    tl.store(delta_ptr + row, delta, mask=mask)
+    group = head // HEADS
+    place, is_used, _ = kept_blocks(
+        block_indices_ptr, query_row, group, group, first_block, position, mask,
+        stride_it, stride_ig, stride_ik, NUM_GROUPS, NUM_SELECTED, SLOTS, BLOCK_SIZE,
+    )  # fmt: skip
+    value_size = tl.max(tl.load(value_size_ptr + place, mask=is_used, other=-100.0), 1)
+    key_size = tl.max(tl.load(key_size_ptr + place, mask=is_used, other=-100.0), 1)
+    # |dS (K - c)| <= max |k - c| (max |v| sum |grad| + |delta|), each at most a power of two.
     grad_size = tl.ceil(tl.log2(tl.maximum(tl.sum(tl.abs(grad), 1), 1e-30)))
-    tl.store(grad_size_ptr + row, grad_size, mask=mask)
-    tl.store(delta_size_ptr + row, tl.ceil(tl.log2(tl.maximum(tl.abs(delta), 1e-30))), mask=mask)
+    delta_size = tl.ceil(tl.log2(tl.maximum(tl.abs(delta), 1e-30)))
+    tl.store(delta_ptr + row, delta, mask=mask)
+    size = key_size + tl.maximum(value_size + grad_size, delta_size) + 1.0
+    tl.store(unit_ptr + row, slot_unit(size), mask=mask)
 
 
 @triton.jit
@@ -73,16 +118,14 @@ def add_or_put(
 def _sparse_attention_bwd_kernel(
     query_ptr,
     key_ptr,
+    centred_ptr,
     value_ptr,
     grad_ptr,
     lse_ptr,
     delta_ptr,
-    grad_size_ptr,
-    delta_size_ptr,
+    unit_ptr,
     query_table_ptr,
     block_table_ptr,
-    common_ptr,
-    stats_ptr,
     pairs_ptr,
     row_start_ptr,
     local_end_ptr,
@@ -91,8 +134,7 @@ def _sparse_attention_bwd_kernel(
     item_row_ptr,
     chunk_item_ptr,
     dq_partial_ptr,
-    dq_unit_ptr,
-    sigma_ptr,
+    teacher_ptr,
     dk_ptr,
     dv_ptr,
     dk_slot_ptr,
@@ -114,69 +156,80 @@ def _sparse_attention_bwd_kernel(
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    TEACHER: tl.constexpr,
     ROWS: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One program per item. Tiles are transposed: [BLOCK_SIZE keys, ROWS = queries x heads]."""
+    """One program per item. Tiles are transposed: [BLOCK_SIZE keys, ROWS = queries x heads].
+
+    With TEACHER a tile holds whole queries, and what is left of its rows stays empty.
+    """
     row, start, end, local_end, item = find_item(
         row_start_ptr, local_end_ptr, row_item_ptr, item_row_ptr, chunk_item_ptr, chunk
     )
     if start < end:
         block = row % num_blocks
         group = ((row // num_blocks) % NUM_GROUPS).to(tl.int64)
-        first_key = tl.load(block_table_ptr + 2 * block)
-        num_keys = tl.load(block_table_ptr + 2 * block + 1)
+        first_key = tl.load(block_table_ptr + 3 * block)
+        num_keys = tl.load(block_table_ptr + 3 * block + 1)
         # [BLOCK_SIZE, HEAD_DIM]
         key = load_block(key_ptr, first_key, num_keys, group, stride_kt, stride_kg, BLOCK_SIZE, HEAD_DIM)
         value = load_block(value_ptr, first_key, num_keys, group, stride_vt, stride_vg, BLOCK_SIZE, HEAD_DIM)
+        centred = load_block(
+            centred_ptr, first_key, num_keys, group, NUM_GROUPS * HEAD_DIM, HEAD_DIM, BLOCK_SIZE, HEAD_DIM
+        )
         offs_d = tl.arange(0, HEAD_DIM)
-        table_row = block.to(tl.int64) * NUM_GROUPS + group
-        common = tl.load(common_ptr + table_row * HEAD_DIM + offs_d)
-        centred = (key.to(tl.float32) - common[None, :]).to(key.dtype)
-        value_size = tl.load(stats_ptr + table_row * 2)
-        # |dq| <= max |k - m_b| * (max |v| * sum |grad| + |delta|) < 2^(size + 1): to the top of fp16's range.
-        key_size = tl.load(stats_ptr + table_row * 2 + 1) + (1.0 - 15.0)
+        offs_k = tl.arange(0, BLOCK_SIZE)
         dk = tl.zeros((BLOCK_SIZE, HEAD_DIM), dtype=tl.float32)
         dv = tl.zeros((BLOCK_SIZE, HEAD_DIM), dtype=tl.float32)
-        key_row = first_key + tl.arange(0, BLOCK_SIZE)
         LOG2E: tl.constexpr = 1.4426950408889634
-        for i in tl.range(start * HEADS, end * HEADS, ROWS, num_stages=STAGES):
-            is_real, pair, head = pair_rows(pairs_ptr, i, end, HEADS, ROWS)
-            query_row = pair // (NUM_GROUPS * NUM_SELECTED)
-            wide_row = query_row.to(tl.int64)
-            query_head = group * HEADS + head
-            # [ROWS, HEAD_DIM]
-            query = tl.load(query_ptr + (wide_row * stride_qt + query_head * stride_qn)[:, None] + offs_d[None, :])
-            grad = tl.load(grad_ptr + (wide_row * stride_gt + query_head * stride_gn)[:, None] + offs_d[None, :])
-            row_place = wide_row * (NUM_GROUPS * HEADS) + query_head
-            # Rows that only fill the tile up get P = 0.
-            lse = tl.load(lse_ptr + row_place, mask=is_real, other=float("inf"))
-            delta = tl.load(delta_ptr + row_place)
-            place = (pair - first_pair).to(tl.int64) * HEADS + head
-            grad_size = tl.load(grad_size_ptr + row_place) + value_size
-            unit = key_size + tl.maximum(grad_size, tl.load(delta_size_ptr + row_place))
-            unit = tl.minimum(tl.maximum(unit, -100.0), 100.0)
-            tl.store(dq_unit_ptr + place, tl.exp2(unit), mask=is_real)
-            # [BLOCK_SIZE, ROWS]
-            scores = tl.dot(key, tl.trans(query), input_precision=PRECISION)
-            probs = tl.exp2(scores * (scale * LOG2E) - (lse * LOG2E)[None, :])
-            if i < local_end * HEADS:
-                last_key = tl.load(query_table_ptr + query_row * 3 + 2)
-                probs = tl.where(key_row[:, None] <= last_key[None, :], probs, 0.0)
-            dv += tl.dot(probs.to(grad.dtype), grad, input_precision=PRECISION)
-            dprobs = tl.dot(value, tl.trans(grad), input_precision=PRECISION)
-            dscores = probs * (dprobs - delta[None, :])
-            tl.store(sigma_ptr + place, tl.sum(dscores, 0), mask=is_real)
-            dscores_low = dscores.to(query.dtype)
-            dk += tl.dot(dscores_low, query, input_precision=PRECISION)
-            dq = tl.dot(tl.trans(dscores_low), centred, input_precision=PRECISION)
-            tl.store(
-                dq_partial_ptr + place[:, None] * HEAD_DIM + offs_d[None, :],
-                (dq * tl.exp2(-unit)[:, None]).to(dq_partial_ptr.dtype.element_ty),
-                mask=is_real[:, None],
-                cache_modifier=".cs",
-            )
+        QUERIES: tl.constexpr = ROWS // HEADS
+        STEP: tl.constexpr = QUERIES * HEADS if TEACHER else ROWS
+        # Tiles with queries of this block, which need the causal mask, then the others.
+        split = mask_end(start, end, local_end, HEADS, STEP)
+        for part in tl.static_range(2):
+            first = start * HEADS if part == 0 else split
+            last = tl.minimum(split, end * HEADS) if part == 0 else end * HEADS
+            for i in tl.range(first, last, STEP, num_stages=STAGES):
+                is_real, pair, head = pair_rows(pairs_ptr, i, end, HEADS, ROWS)
+                is_real = is_real & (tl.arange(0, ROWS) < STEP)
+                query_row = pair // (NUM_GROUPS * NUM_SELECTED)
+                wide_row = query_row.to(tl.int64)
+                query_head = group * HEADS + head
+                # [ROWS, HEAD_DIM]
+                query = tl.load(query_ptr + (wide_row * stride_qt + query_head * stride_qn)[:, None] + offs_d[None, :])
+                grad = tl.load(grad_ptr + (wide_row * stride_gt + query_head * stride_gn)[:, None] + offs_d[None, :])
+                row_place = wide_row * (NUM_GROUPS * HEADS) + query_head
+                # Rows that only fill the tile up get P = 0.
+                lse = tl.load(lse_ptr + row_place, mask=is_real, other=float("inf"))
+                delta = tl.load(delta_ptr + row_place)
+                unit = tl.load(unit_ptr + row_place)
+                # [BLOCK_SIZE, ROWS]
+                scores = tl.dot(key, tl.trans(query), input_precision=PRECISION)
+                probs = tl.exp2(scores * (scale * LOG2E) - (lse * LOG2E)[None, :])
+                if part == 0:
+                    last_key = tl.load(query_table_ptr + query_row * 3 + 2)
+                    probs = tl.where((first_key + offs_k)[:, None] <= last_key[None, :], probs, 0.0)
+                probs_low = probs.to(grad.dtype)
+                dv += tl.dot(probs_low, grad, input_precision=PRECISION)
+                dprobs = tl.dot(value, tl.trans(grad), input_precision=PRECISION)
+                dscores = (probs * (dprobs - delta[None, :])).to(query.dtype)
+                dk += tl.dot(dscores, query, input_precision=PRECISION)
+                # [ROWS, HEAD_DIM]
+                dq = tl.dot(tl.trans(dscores), centred, input_precision=PRECISION)
+                place = (pair - first_pair).to(tl.int64) * HEADS + head
+                tl.store(
+                    dq_partial_ptr + place[:, None] * HEAD_DIM + offs_d[None, :],
+                    (dq * (1.0 / unit)[:, None]).to(dq_partial_ptr.dtype.element_ty),
+                    mask=is_real[:, None],
+                    cache_modifier=".cs",
+                )
+                if TEACHER:
+                    put_teacher(
+                        teacher_ptr, probs_low, pairs_ptr, i // HEADS, end, first_pair,
+                        HEADS, QUERIES, ROWS, BLOCK_SIZE, PRECISION,
+                    )  # fmt: skip
         first_item = tl.load(row_item_ptr + row)
         is_only = tl.load(row_item_ptr + row + 1) - first_item == 1
         slot = tl.load(row_slot_ptr + row) + item - first_item
@@ -184,6 +237,28 @@ def _sparse_attention_bwd_kernel(
             dk_ptr, dk_slot_ptr, dk * scale, is_only, slot, first_key, num_keys, group, BLOCK_SIZE, HEAD_DIM, NUM_GROUPS
         )
         add_or_put(dv_ptr, dv_slot_ptr, dv, is_only, slot, first_key, num_keys, group, BLOCK_SIZE, HEAD_DIM, NUM_GROUPS)
+
+
+@triton.jit
+def put_teacher(
+    teacher_ptr, probs, pairs_ptr, first_number, end, first_pair,
+    HEADS: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write the mean over heads of probs [BLOCK_SIZE, ROWS] for each query, to [pair, BLOCK_SIZE].
+
+    The sum over heads is a product with ones, which is exact and fits any number of heads.
+    """
+    COLUMNS: tl.constexpr = ROWS if ROWS < 16 else (16 if QUERIES <= 16 else ROWS)
+    column = tl.arange(0, COLUMNS)
+    is_head = (tl.arange(0, ROWS) // HEADS)[:, None] == column[None, :]
+    # [BLOCK_SIZE, COLUMNS]
+    total = tl.dot(probs, is_head.to(probs.dtype), input_precision=PRECISION)
+    number = first_number + column
+    is_query = (column < QUERIES) & (number < end)
+    place = (tl.load(pairs_ptr + number, mask=is_query, other=0) - first_pair).to(tl.int64)
+    address = teacher_ptr + place[None, :] * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)[:, None]
+    mean = total * (1.0 / (HEADS * TEACHER_UNIT))
+    tl.store(address, mean.to(teacher_ptr.dtype.element_ty), mask=is_query[None, :])
 
 
 @triton.jit(do_not_specialize=["chunk", "num_blocks"])
@@ -209,8 +284,8 @@ def _sum_slots_kernel(
         group = local_row // num_blocks
         offs = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
         offs_d = tl.arange(0, DIM)[None, :]
-        mask = (offs < tl.load(block_table_ptr + 2 * block + 1))[:, None]
-        place = (tl.load(block_table_ptr + 2 * block) + offs).to(tl.int64) * NUM_GROUPS + group
+        mask = (offs < tl.load(block_table_ptr + 3 * block + 1))[:, None]
+        place = (tl.load(block_table_ptr + 3 * block) + offs).to(tl.int64) * NUM_GROUPS + group
         address = grad_ptr + place[:, None] * DIM + offs_d
         total = tl.load(address, mask=mask, other=0.0)
         slot = tl.load(row_slot_ptr + row).to(tl.int64)
@@ -223,9 +298,6 @@ def _sum_slots_kernel(
 def _dq_kernel(
     partial_ptr,
     unit_ptr,
-    sigma_ptr,
-    common_ptr,
-    weight_ptr,
     block_indices_ptr,
     query_table_ptr,
     dq_ptr,
@@ -241,58 +313,28 @@ def _dq_kernel(
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    SHARED_KEY: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """The formula at the top of this file for ROWS (query, head) rows, slots in order.
-
-    SHARED_KEY is for the indexer's KL: one key (and common key) for all groups, and rows have weights.
-    """
-    mask, row, query_row, query_head, first_block, position = head_rows(
+    """dQ = scale x unit x the sum of the row's slots, in order, for ROWS (query, head) rows."""
+    mask, row, query_row, query_head, _, position = head_rows(
         first_query, num_queries, query_table_ptr, NUM_GROUPS, HEADS, ROWS
     )
-    group = query_head // HEADS
-    ids_ptr = block_indices_ptr + query_row * stride_it + group * stride_ig
-    first_place = (row // HEADS) * (NUM_SELECTED * HEADS) + query_head % HEADS
-    slots = tl.arange(0, SLOTS)
+    slots = tl.arange(0, SLOTS)[None, :]
     ids = tl.load(
-        ids_ptr[:, None] + slots[None, :] * stride_ik,
-        mask=mask[:, None] & (slots < NUM_SELECTED)[None, :],
+        block_indices_ptr + (query_row * stride_it + query_head // HEADS * stride_ig)[:, None] + slots * stride_ik,
+        mask=mask[:, None] & (slots < NUM_SELECTED),
         other=-1,
     )
-    # Visible ids come first.
+    # Visible ids come first, so no id has to be waited for below.
     num_used = tl.sum(((ids >= 0) & (ids * BLOCK_SIZE <= position[:, None])).to(tl.int32), 1)
+    first_place = (row // HEADS) * (NUM_SELECTED * HEADS) + query_head % HEADS
     offs_d = tl.arange(0, HEAD_DIM)[None, :]
     dq = tl.zeros((ROWS, HEAD_DIM), dtype=tl.float32)
-    # Where a tile is one query and group, its heads share the common keys.
-    COMMON_ROWS: tl.constexpr = 1 if ROWS == HEADS else ROWS
-    common_sum = tl.zeros((COMMON_ROWS, HEAD_DIM), dtype=tl.float32)
-    sigma_sum = tl.zeros((ROWS,), dtype=tl.float32)
     for slot in tl.range(0, tl.max(num_used, 0), num_stages=STAGES):
-        is_kept = slot < num_used
         place = first_place + slot * HEADS
-        # [COMMON_ROWS, HEAD_DIM]
-        if ROWS == HEADS:
-            tile_query = first_query + tl.program_id(0).to(tl.int64) // NUM_GROUPS
-            tile_group = tl.program_id(0) % NUM_GROUPS
-            block = tl.load(block_indices_ptr + tile_query * stride_it + tile_group * stride_ig + slot * stride_ik)
-            table_row = (tl.load(query_table_ptr + tile_query * 3) + block).to(tl.int64) * NUM_GROUPS + tile_group
-            common = tl.load(common_ptr + table_row * HEAD_DIM + offs_d)
-        else:
-            blocks = tl.load(ids_ptr + slot * stride_ik, mask=is_kept, other=0)
-            table_rows = (first_block + blocks).to(tl.int64)
-            if not SHARED_KEY:
-                table_rows = table_rows * NUM_GROUPS + group
-            common = tl.load(common_ptr + table_rows[:, None] * HEAD_DIM + offs_d, mask=is_kept[:, None], other=0.0)
-        partial = tl.load(partial_ptr + place[:, None] * HEAD_DIM + offs_d, mask=is_kept[:, None], other=0.0)
-        unit = tl.load(unit_ptr + place, mask=is_kept, other=0.0)
-        sigma = tl.load(sigma_ptr + place, mask=is_kept, other=0.0)
-        dq += partial.to(tl.float32) * unit[:, None] + sigma[:, None] * common
-        common_sum += common
-        sigma_sum += sigma
-    dq -= (sigma_sum / tl.maximum(num_used, 1).to(tl.float32))[:, None] * common_sum
+        partial = tl.load(partial_ptr + place[:, None] * HEAD_DIM + offs_d, mask=(slot < num_used)[:, None], other=0.0)
+        dq += partial.to(tl.float32)
     place = query_row * (NUM_GROUPS * HEADS) + query_head
-    if SHARED_KEY:
-        dq *= tl.load(weight_ptr + place, mask=mask, other=0.0)[:, None]
-    tl.store(dq_ptr + place[:, None] * HEAD_DIM + offs_d, (dq * scale).to(dq_ptr.dtype.element_ty), mask=mask[:, None])
+    dq *= (scale * tl.load(unit_ptr + place, mask=num_used > 0, other=0.0))[:, None]
+    tl.store(dq_ptr + place[:, None] * HEAD_DIM + offs_d, dq.to(dq_ptr.dtype.element_ty), mask=mask[:, None])

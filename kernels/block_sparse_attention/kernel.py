@@ -35,6 +35,12 @@ def load_block(ptr, first_key, num_keys, group, stride_t, stride_g, SIZE: tl.con
 
 
 @triton.jit
+def mask_end(start, end, local_end, HEADS: tl.constexpr, STEP: tl.constexpr):
+    """Where the tiles of STEP (pair, head) rows that hold pairs before `local_end` are over."""
+    return start * HEADS + tl.cdiv(tl.maximum(tl.minimum(local_end, end) - start, 0) * HEADS, STEP) * STEP
+
+
+@triton.jit
 def pair_rows(pairs_ptr, first, end, HEADS: tl.constexpr, ROWS: tl.constexpr):
     """Of ROWS (pair, head) rows of an item that ends at pair `end`: which exist, their pair and their head.
 
@@ -52,45 +58,32 @@ def pair_rows(pairs_ptr, first, end, HEADS: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _block_stats_kernel(
-    key_ptr,
+def size_of(tile):
+    """log2 of the largest |element|, rounded up."""
+    return tl.ceil(tl.log2(tl.maximum(tl.max(tl.max(tl.abs(tile.to(tl.float32)), 1), 0), 1e-30)))
+
+
+@triton.jit
+def _value_sizes_kernel(
     value_ptr,
     block_table_ptr,
-    common_ptr,
-    stats_ptr,
-    stride_kt,
-    stride_kg,
+    size_ptr,
     stride_vt,
     stride_vg,
     NUM_GROUPS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """One program per (block, group): common key [d], and log2 of the largest |value| and |key - common key|.
+    """One program per (block, group): log2 of its largest |value|, which places 16-bit results in fp16's range.
 
-    The logarithms place 16-bit partials in the middle of fp16's range. Everything depends on the block's own tokens
-    alone. A channel of the common key is the keys' mean where that outweighs their spread, else 0, and rounded as the
-    keys are: so `key - common key` is mostly exact in 16 bits, and taking it off adds no error of its own.
+    It depends on the block's own tokens alone.
     """
     block = tl.program_id(0)
     group = tl.program_id(1).to(tl.int64)
-    first_key = tl.load(block_table_ptr + 2 * block)
-    num_keys = tl.load(block_table_ptr + 2 * block + 1)
+    first_key = tl.load(block_table_ptr + 3 * block)
+    num_keys = tl.load(block_table_ptr + 3 * block + 1)
     value = load_block(value_ptr, first_key, num_keys, group, stride_vt, stride_vg, BLOCK_SIZE, HEAD_DIM)
-    key_low = load_block(key_ptr, first_key, num_keys, group, stride_kt, stride_kg, BLOCK_SIZE, HEAD_DIM)
-    key = key_low.to(tl.float32)
-    is_key = (tl.arange(0, BLOCK_SIZE) < num_keys)[:, None]
-    mean = tl.sum(key, 0) / num_keys
-    spread = tl.where(is_key, key - mean[None, :], 0.0)
-    variance = tl.sum(spread * spread, 0) / num_keys
-    common = tl.where(4.0 * mean * mean > variance, mean, 0.0).to(key_low.dtype).to(tl.float32)
-    centred = tl.where(is_key, key - common[None, :], 0.0)
-    row = block.to(tl.int64) * NUM_GROUPS + group
-    tl.store(common_ptr + row * HEAD_DIM + tl.arange(0, HEAD_DIM), common)
-    largest_value = tl.max(tl.max(tl.abs(value.to(tl.float32)), 1), 0)
-    largest_key = tl.max(tl.max(tl.abs(centred), 1), 0)
-    tl.store(stats_ptr + row * 2, tl.ceil(tl.log2(tl.maximum(largest_value, 1e-30))))
-    tl.store(stats_ptr + row * 2 + 1, tl.ceil(tl.log2(tl.maximum(largest_key, 1e-30))))
+    tl.store(size_ptr + block.to(tl.int64) * NUM_GROUPS + group, size_of(value))
 
 
 @triton.jit(do_not_specialize=["chunk", "first_pair", "num_blocks"])
@@ -100,7 +93,7 @@ def _sparse_attention_fwd_kernel(
     value_ptr,
     query_table_ptr,
     block_table_ptr,
-    stats_ptr,
+    value_size_ptr,
     pairs_ptr,
     row_start_ptr,
     local_end_ptr,
@@ -136,41 +129,46 @@ def _sparse_attention_fwd_kernel(
     if start < end:
         block = row % num_blocks
         group = ((row // num_blocks) % NUM_GROUPS).to(tl.int64)
-        first_key = tl.load(block_table_ptr + 2 * block)
-        num_keys = tl.load(block_table_ptr + 2 * block + 1)
+        first_key = tl.load(block_table_ptr + 3 * block)
+        num_keys = tl.load(block_table_ptr + 3 * block + 1)
         # [BLOCK_SIZE, HEAD_DIM]
         key = load_block(key_ptr, first_key, num_keys, group, stride_kt, stride_kg, BLOCK_SIZE, HEAD_DIM)
         value = load_block(value_ptr, first_key, num_keys, group, stride_vt, stride_vg, BLOCK_SIZE, HEAD_DIM)
-        unit = tl.load(stats_ptr + (block.to(tl.int64) * NUM_GROUPS + group) * 2) - 15.0
+        unit = tl.load(value_size_ptr + block.to(tl.int64) * NUM_GROUPS + group) - 15.0
         to_unit = tl.exp2(-unit)
         key_row = first_key + tl.arange(0, BLOCK_SIZE)
         offs_d = tl.arange(0, HEAD_DIM)
-        for i in tl.range(start * HEADS, end * HEADS, ROWS, num_stages=STAGES):
-            is_real, pair, head = pair_rows(pairs_ptr, i, end, HEADS, ROWS)
-            query_row = pair // (NUM_GROUPS * NUM_SELECTED)
-            address = query_row.to(tl.int64) * stride_qt + (group * HEADS + head) * stride_qn
-            # [ROWS, HEAD_DIM]
-            query = tl.load(query_ptr + address[:, None] + offs_d[None, :])
-            # [ROWS, BLOCK_SIZE]
-            scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
-            if i < local_end * HEADS:
-                last_key = tl.load(query_table_ptr + query_row * 3 + 2)
-                scores = tl.where(key_row[None, :] <= last_key[:, None], scores, float("-inf"))
-            largest = tl.max(scores, 1) * scale_log2
-            probs = tl.exp2(scores * scale_log2 - largest[:, None])
-            total = tl.sum(probs, 1)
-            output = tl.dot(probs.to(value.dtype), value, input_precision=PRECISION)
-            output = output * (to_unit / total)[:, None]
-            place = (pair - first_pair).to(tl.int64) * HEADS + head
-            lse = largest + tl.log2(total)
-            tl.store(partial_lse_ptr + place, lse, mask=is_real)
-            tl.store(partial_weight_ptr + place, lse + unit, mask=is_real)
-            tl.store(
-                partial_ptr + place[:, None] * HEAD_DIM + offs_d[None, :],
-                output.to(partial_ptr.dtype.element_ty),
-                mask=is_real[:, None],
-                cache_modifier=".cs",
-            )
+        # Tiles with queries of this block, which need the causal mask, then the others.
+        split = mask_end(start, end, local_end, HEADS, ROWS)
+        for part in tl.static_range(2):
+            first = start * HEADS if part == 0 else split
+            last = tl.minimum(split, end * HEADS) if part == 0 else end * HEADS
+            for i in tl.range(first, last, ROWS, num_stages=STAGES):
+                is_real, pair, head = pair_rows(pairs_ptr, i, end, HEADS, ROWS)
+                query_row = pair // (NUM_GROUPS * NUM_SELECTED)
+                address = query_row.to(tl.int64) * stride_qt + (group * HEADS + head) * stride_qn
+                # [ROWS, HEAD_DIM]
+                query = tl.load(query_ptr + address[:, None] + offs_d[None, :])
+                # [ROWS, BLOCK_SIZE]
+                scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+                if part == 0:
+                    last_key = tl.load(query_table_ptr + query_row * 3 + 2)
+                    scores = tl.where(key_row[None, :] <= last_key[:, None], scores, float("-inf"))
+                largest = tl.max(scores, 1) * scale_log2
+                probs = tl.exp2(scores * scale_log2 - largest[:, None])
+                total = tl.sum(probs, 1)
+                output = tl.dot(probs.to(value.dtype), value, input_precision=PRECISION)
+                output = output * (to_unit / total)[:, None]
+                place = (pair - first_pair).to(tl.int64) * HEADS + head
+                lse = largest + tl.log2(total)
+                tl.store(partial_lse_ptr + place, lse, mask=is_real)
+                tl.store(partial_weight_ptr + place, lse + unit, mask=is_real)
+                tl.store(
+                    partial_ptr + place[:, None] * HEAD_DIM + offs_d[None, :],
+                    output.to(partial_ptr.dtype.element_ty),
+                    mask=is_real[:, None],
+                    cache_modifier=".cs",
+                )
 
 
 @triton.jit

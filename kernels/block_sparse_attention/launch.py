@@ -6,72 +6,19 @@ from torch import Tensor
 
 from ..dense_causal_attention.library import backward_runs, check_head_dim, dense_tables, forward_runs
 from ..segments import Segments
-from ..triton_support import check_choice, check_triton, dot_precision, next_power_of_two, unit_stride
-from ..tuning import TileConfig, tile_config
-from .backward_kernel import _delta_kernel, _dq_kernel, _sparse_attention_bwd_kernel, _sum_slots_kernel
-from .kernel import _block_stats_kernel, _combine_kernel, _sparse_attention_fwd_kernel
-from .reverse_index import ReverseIndex, build_reverse_index, document_tables
-
-QUERY_CHUNK = 16384
-"""Queries whose partial results exist at one time: 4 GiB of them for 64 heads of 128, k=16, in 16 bits."""
-
-SUPPORTED_SIZES = (16, 32, 64, 128)
-HEADS_PER_GROUP = tuple(range(1, 17))
-NUM_SELECTED = tuple(range(1, 33))
-SUM_ROWS = 16
-
-
-def check_supported(op: str, query: Tensor, key: Tensor, block_indices: Tensor, block_size: int) -> None:
-    """Raise ValueError for sizes that the keys-outer kernels do not do."""
-    check_choice(op, "block_size", block_size, SUPPORTED_SIZES)
-    check_choice(op, "head dim", query.shape[2], SUPPORTED_SIZES)
-    check_choice(op, "query heads per KV group", query.shape[1] // key.shape[1], HEADS_PER_GROUP)
-    check_choice(op, "number of kept blocks", block_indices.shape[2], NUM_SELECTED)
-
-
-def partial_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype == torch.float32 else torch.float16
-
-
-def tile_for(op: str, query: Tensor, num_groups: int) -> TileConfig:
-    _, num_heads, head_dim = query.shape
-    return tile_config(
-        op, query.device, head_dim=head_dim, heads_per_group=num_heads // num_groups, itemsize=query.dtype.itemsize
-    )
-
-
-def block_stats(key: Tensor, value: Tensor, block_table: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
-    """Common key fp32 [blocks, g, d], and fp32 [blocks, g, 2]: log2 of the largest |value| and |key - common key|."""
-    num_blocks = block_table.shape[0]
-    _, num_groups, head_dim = key.shape
-    common = key.new_empty((num_blocks, num_groups, head_dim), dtype=torch.float32)
-    stats = key.new_empty((num_blocks, num_groups, 2), dtype=torch.float32)
-    _block_stats_kernel[(num_blocks, num_groups)](
-        key,
-        value,
-        block_table,
-        common,
-        stats,
-        *key.stride()[:2],
-        *value.stride()[:2],
-        NUM_GROUPS=num_groups,
-        HEAD_DIM=head_dim,
-        BLOCK_SIZE=block_size,
-        num_warps=4,
-    )
-    return common, stats
-
-
-def index_arguments(index: ReverseIndex, *, slots: bool = False) -> list[Tensor]:
-    """The index as the kernels take it, with the gradient slots if they need them."""
-    before = [index.pairs, index.row_start, index.local_end, index.row_item]
-    return [*before, *([index.row_slot] if slots else []), index.item_row, index.chunk_item]
-
-
-def chunk_ranges(index: ReverseIndex, num_queries: int) -> list[tuple[int, int]]:
-    """First query and number of queries of each chunk."""
-    starts = range(0, num_queries, index.query_chunk)
-    return [(start, min(index.query_chunk, num_queries - start)) for start in starts]
+from ..triton_support import check_triton, dot_precision, next_power_of_two, unit_stride
+from .backward_launch import OnTeacher, sparse_backward
+from .kernel import _combine_kernel, _sparse_attention_fwd_kernel
+from .launch_support import (
+    QUERY_CHUNK,
+    check_supported,
+    chunk_ranges,
+    index_arguments,
+    partial_dtype,
+    tile_for,
+    value_sizes,
+)
+from .reverse_index import build_reverse_index, document_tables
 
 
 @torch.library.custom_op("msa_pretrain::sparse_attention", mutates_args=())
@@ -140,7 +87,7 @@ def _sparse_forward(
     query, key, value = unit_stride(query), unit_stride(key), unit_stride(value)
     tile = tile_for("sparse_attention_fwd", query, num_groups)
     combine = tile_for("combine_slots", query, num_groups)
-    _, stats = block_stats(key, value, block_table, block_size)
+    value_size = value_sizes(value, block_table, block_size)
     index = build_reverse_index(
         block_indices,
         query_table,
@@ -159,7 +106,7 @@ def _sparse_forward(
             value,
             query_table,
             block_table,
-            stats,
+            value_size,
             *index_arguments(index),
             partial,
             partial_lse,
@@ -204,6 +151,37 @@ def _sparse_forward(
         )
 
 
+def attention_gradients(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    block_indices: Tensor,
+    query_table: Tensor,
+    block_table: Tensor,
+    dense_table: Tensor,
+    dense_borders: Tensor,
+    block_size: int,
+    softmax_scale: float,
+    query_chunk: int,
+    on_teacher: OnTeacher | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value; `on_teacher` sees P of the sparse documents."""
+    dq = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    # Rows add to these chunk after chunk, and documents with nested ranges one after the other.
+    dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (key, value))
+    tensors = (grad, query, key, value, output, lse)
+    if block_table.shape[0]:
+        sparse = (block_indices, query_table, block_table, block_size, softmax_scale, query_chunk)
+        sparse_backward(dq, dk, dv, *tensors, *sparse, on_teacher)
+    else:
+        dq.zero_()
+    backward_runs(dq, dk, dv, *tensors, dense_table, dense_borders, softmax_scale)
+    return dq, dk.to(key.dtype), dv.to(value.dtype)
+
+
 @torch.library.custom_op("msa_pretrain::sparse_attention_backward", mutates_args=())
 def _sparse_attention_backward(
     grad: Tensor,
@@ -221,17 +199,9 @@ def _sparse_attention_backward(
     softmax_scale: float,
     query_chunk: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dq = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    # Rows add to these chunk after chunk, and documents with nested ranges one after the other.
-    dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (key, value))
     tensors = (grad, query, key, value, output, lse)
-    if block_table.shape[0]:
-        sparse = (block_indices, query_table, block_table, block_size, softmax_scale, query_chunk)
-        _sparse_backward(dq, dk, dv, *tensors, *sparse)
-    else:
-        dq.zero_()
-    backward_runs(dq, dk, dv, *tensors, dense_table, dense_borders, softmax_scale)
-    return dq, dk.to(key.dtype), dv.to(value.dtype)
+    tables = (block_indices, query_table, block_table, dense_table, dense_borders)
+    return attention_gradients(*tensors, *tables, block_size, softmax_scale, query_chunk)
 
 
 @_sparse_attention_backward.register_fake
@@ -252,152 +222,6 @@ def _(
     query_chunk,
 ):
     return tuple(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in (query, key, value))
-
-
-def _sparse_backward(
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    lse: Tensor,
-    block_indices: Tensor,
-    query_table: Tensor,
-    block_table: Tensor,
-    block_size: int,
-    softmax_scale: float,
-    query_chunk: int,
-) -> None:
-    """Write `dq`, 0 where `query_table` has no document; add to `dk` and `dv`, fp32."""
-    num_queries, num_heads, head_dim = query.shape
-    num_groups, num_selected = block_indices.shape[1:]
-    heads = num_heads // num_groups
-    num_blocks = block_table.shape[0]
-    grad, query, key, value, output = (unit_stride(tensor) for tensor in (grad, query, key, value, output))
-    tile = tile_for("sparse_attention_bwd", query, num_groups)
-    combine = tile_for("combine_slots", query, num_groups)
-    common, stats = block_stats(key, value, block_table, block_size)
-    index = build_reverse_index(
-        block_indices,
-        query_table,
-        num_blocks,
-        block_size=block_size,
-        query_chunk=query_chunk,
-        item_queries=tile.columns,
-    )
-    delta_rows = 4 * combine.rows
-    delta, grad_size, delta_size = (torch.empty_like(lse) for _ in range(3))
-    _delta_kernel[(triton.cdiv(lse.numel(), delta_rows),)](
-        output,
-        grad,
-        delta,
-        grad_size,
-        delta_size,
-        lse.numel(),
-        *output.stride()[:2],
-        *grad.stride()[:2],
-        NUM_HEADS=num_heads,
-        HEAD_DIM=head_dim,
-        ROWS=delta_rows,
-        num_warps=4,
-    )
-    chunk_rows = min(query_chunk, num_queries)
-    partial = query.new_empty((chunk_rows, num_groups, num_selected, heads, head_dim), dtype=partial_dtype(query.dtype))
-    unit, sigma = (query.new_empty(partial.shape[:4], dtype=torch.float32) for _ in range(2))
-    dk_slots, dv_slots = (
-        query.new_empty((index.max_slots, block_size, head_dim), dtype=torch.float32) for _ in range(2)
-    )
-    for chunk, (first_query, chunk_queries) in enumerate(chunk_ranges(index, num_queries)):
-        _sparse_attention_bwd_kernel[(index.max_items,)](
-            query,
-            key,
-            value,
-            grad,
-            lse,
-            delta,
-            grad_size,
-            delta_size,
-            query_table,
-            block_table,
-            common,
-            stats,
-            *index_arguments(index, slots=True),
-            partial,
-            unit,
-            sigma,
-            dk,
-            dv,
-            dk_slots,
-            dv_slots,
-            chunk,
-            first_query * num_groups * num_selected,
-            num_blocks,
-            softmax_scale,
-            *query.stride()[:2],
-            *key.stride()[:2],
-            *value.stride()[:2],
-            *grad.stride()[:2],
-            NUM_GROUPS=num_groups,
-            NUM_SELECTED=num_selected,
-            HEADS=heads,
-            HEAD_DIM=head_dim,
-            BLOCK_SIZE=block_size,
-            ROWS=tile.rows,
-            PRECISION=dot_precision(query.dtype),
-            STAGES=tile.num_stages,
-            num_warps=tile.num_warps,
-        )
-        for total, slots in ((dk, dk_slots), (dv, dv_slots)):
-            sum_slots(total, slots, index, chunk, block_table, num_groups)
-        _dq_kernel[(triton.cdiv(chunk_queries * num_heads, combine.rows),)](
-            partial,
-            unit,
-            sigma,
-            common,
-            lse,
-            block_indices,
-            query_table,
-            dq,
-            first_query,
-            chunk_queries,
-            softmax_scale,
-            *block_indices.stride(),
-            NUM_GROUPS=num_groups,
-            NUM_SELECTED=num_selected,
-            SLOTS=next_power_of_two(num_selected),
-            HEADS=heads,
-            HEAD_DIM=head_dim,
-            BLOCK_SIZE=block_size,
-            SHARED_KEY=False,
-            ROWS=combine.rows,
-            STAGES=combine.num_stages,
-            num_warps=combine.num_warps,
-        )
-
-
-def sum_slots(
-    total: Tensor, slots: Tensor, index: ReverseIndex, chunk: int, block_table: Tensor, num_groups: int
-) -> None:
-    """Add the slots [slots, l, dim] of one chunk to `total` [t_k, g, dim], in order."""
-    num_blocks = block_table.shape[0]
-    _, block_size, dim = slots.shape
-    _sum_slots_kernel[(num_groups * num_blocks, triton.cdiv(block_size, SUM_ROWS))](
-        total,
-        slots,
-        index.row_item,
-        index.row_slot,
-        block_table,
-        chunk,
-        num_blocks,
-        NUM_GROUPS=num_groups,
-        DIM=dim,
-        BLOCK_SIZE=block_size,
-        ROWS=SUM_ROWS,
-        num_warps=4,
-    )
 
 
 def _setup_context(ctx, inputs, output):

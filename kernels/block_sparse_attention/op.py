@@ -53,14 +53,7 @@ def sparse_attention(
         kept; it is deterministic, and its gradients are not differentiable again.
     """
     op = "sparse_attention"
-    check_backend(op, backend, BACKENDS)
-    check_floating(op, query=query, key=key, value=value)
-    check_attention_inputs(op, segments, query, key, value)
-    check_block_size(op, block_size)
-    check_device(op, query=query, block_indices=block_indices)
-    read_ids = backend == "reference" or not block_indices.is_cuda
-    check_block_indices(op, block_indices, segments, key.shape[1], block_size, read_ids=read_ids)
-    check_dense_up_to(op, dense_up_to, block_indices, block_size)
+    check_sparse_inputs(op, query, key, value, block_indices, segments, block_size, dense_up_to, backend)
     scale = resolve_scale(op, softmax_scale, query.shape[2])
     attend: Callable[..., tuple[Tensor, Tensor]]
     if backend == "triton":
@@ -71,3 +64,25 @@ def sparse_attention(
         attend = sparse_attention_reference
     with torch.autocast(query.device.type, enabled=False):
         return attend(query, key, value, block_indices, segments, block_size=block_size, softmax_scale=scale)
+
+
+def check_sparse_inputs(
+    op: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block_indices: Tensor,
+    segments: Segments,
+    block_size: int,
+    dense_up_to: int,
+    backend: str,
+) -> None:
+    """Raise ValueError for what `sparse_attention` does not take."""
+    check_backend(op, backend, BACKENDS)
+    check_floating(op, query=query, key=key, value=value)
+    check_attention_inputs(op, segments, query, key, value)
+    check_block_size(op, block_size)
+    check_device(op, query=query, block_indices=block_indices)
+    read_ids = backend == "reference" or not block_indices.is_cuda
+    check_block_indices(op, block_indices, segments, key.shape[1], block_size, read_ids=read_ids)
+    check_dense_up_to(op, dense_up_to, block_indices, block_size)

@@ -54,8 +54,8 @@ def document_tables(segments: Segments, block_size: int, device: torch.device) -
     """Where queries and blocks lie, int32 on `device`, built once for the segments.
 
     query_table [t_q, 3]: number of the document's first block, position (-1 for padding), the query's own key row.
-    block_table [blocks, 2]: first key row and number of keys. Fragments with one k_start are one document, whose
-    blocks are those of the longest range.
+    block_table [blocks, 3]: first key row, number of keys, the document's last query row. Fragments with one k_start
+    are one document, whose blocks are those of the longest range.
     """
     return (
         segments.cached(f"query_table_{block_size}", device, lambda: _tables(segments, block_size)[0]),
@@ -65,16 +65,18 @@ def document_tables(segments: Segments, block_size: int, device: torch.device) -
 
 def _tables(segments: Segments, block_size: int) -> tuple[Tensor, Tensor]:
     lengths: dict[int, int] = {}
-    for _, q_len, k_start, k_len in segments.rows:
-        if q_len:
-            lengths[k_start] = max(k_len, lengths.get(k_start, 0))
+    last_query: dict[int, int] = {}
+    for q_start, q_len, k_start, k_len in segments.rows:
+        if q_len and k_len > lengths.get(k_start, 0):
+            lengths[k_start], last_query[k_start] = k_len, q_start + q_len - 1
     counts = [-(-length // block_size) for length in lengths.values()]
     first_block = dict(zip(lengths, accumulate(counts, initial=0), strict=False))
     blocks = []
     for k_start, length in lengths.items():
         starts = torch.arange(0, length, block_size)
-        blocks.append(torch.stack([k_start + starts, (length - starts).clamp(max=block_size)], dim=1))
-    block_table = torch.cat(blocks) if blocks else torch.empty(0, 2)
+        num_keys = (length - starts).clamp(max=block_size)
+        blocks.append(torch.stack([k_start + starts, num_keys, 0 * starts + last_query[k_start]], dim=1))
+    block_table = torch.cat(blocks) if blocks else torch.empty(0, 3)
     query_table = torch.zeros(segments.num_queries, 3, dtype=torch.int32)
     query_table[:, 1] = -1
     for q_start, q_len, k_start, k_len in segments.rows:

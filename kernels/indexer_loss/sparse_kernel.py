@@ -2,13 +2,14 @@
 
 A tile is ROWS queries that chose one block, without a head axis: the teacher P is summed up over the group's heads, one
 head after the other, and never leaves the registers. Forward leaves three numbers for each (query, group, slot), from
-which a second kernel makes the row's KL and the student's lse; backward has the two lse and needs no other pass.
+which a second kernel makes the row's KL and the student's lse; backward has the two lse and needs no other pass. Where
+the backward of sparse attention has left P, backward reads it and measures the KL on the way.
 """
 
 import triton
 import triton.language as tl
 
-from ..block_sparse_attention.backward_kernel import add_or_put
+from ..block_sparse_attention.backward_kernel import TEACHER_UNIT, add_or_put, kept_blocks, slot_unit
 from ..block_sparse_attention.kernel import find_item, head_rows, load_block, pair_rows
 
 
@@ -78,8 +79,8 @@ def _sparse_kl_fwd_kernel(
     if start < end:
         block = row % num_blocks
         group = ((row // num_blocks) % NUM_GROUPS).to(tl.int64)
-        first_key = tl.load(block_table_ptr + 2 * block)
-        num_keys = tl.load(block_table_ptr + 2 * block + 1)
+        first_key = tl.load(block_table_ptr + 3 * block)
+        num_keys = tl.load(block_table_ptr + 3 * block + 1)
         key = load_block(key_ptr, first_key, num_keys, group, stride_kt, stride_kg, BLOCK_SIZE, HEAD_DIM)
         index_key = load_block(index_key_ptr, first_key, num_keys, 0, stride_ikt, 0, BLOCK_SIZE, INDEX_DIM)
         key_row = first_key + tl.arange(0, BLOCK_SIZE)
@@ -155,19 +156,54 @@ def _kl_rows_kernel(
     tl.store(index_lse_ptr + place, tl.where(num_tokens > 0, saved, float("-inf")), mask=mask)
 
 
+@triton.jit(do_not_specialize=["num_queries"])
+def _kl_weights_kernel(
+    grad_ptr,
+    key_size_ptr,
+    block_indices_ptr,
+    query_table_ptr,
+    weight_ptr,
+    unit_ptr,
+    weighted_unit_ptr,
+    num_queries,
+    stride_it,
+    stride_ig,
+    stride_ik,
+    NUM_GROUPS: tl.constexpr,
+    NUM_SELECTED: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Of ROWS (query, group) rows: the weight (0 with fewer than two tokens), the unit of dQ's slots, their product."""
+    mask, row, query_row, group, first_block, position = head_rows(0, num_queries, query_table_ptr, NUM_GROUPS, 1, ROWS)
+    place, is_used, num_tokens = kept_blocks(
+        block_indices_ptr, query_row, group, group * 0, first_block, position, mask,
+        stride_it, stride_ig, stride_ik, 1, NUM_SELECTED, SLOTS, BLOCK_SIZE,
+    )  # fmt: skip
+    key_size = tl.max(tl.load(key_size_ptr + place, mask=is_used, other=-100.0), 1)
+    weight = tl.load(grad_ptr + row, mask=mask & (num_tokens > 1), other=0.0)
+    # The sum of |P_idx - P| is at most 2.
+    unit = slot_unit(key_size + 1.0)
+    tl.store(weight_ptr + row, weight, mask=mask)
+    tl.store(unit_ptr + row, unit, mask=mask)
+    tl.store(weighted_unit_ptr + row, weight * unit, mask=mask)
+
+
 @triton.jit(do_not_specialize=["chunk", "first_pair", "num_blocks"])
 def _sparse_kl_bwd_kernel(
     index_query_ptr,
     index_key_ptr,
+    centred_ptr,
     query_ptr,
     key_ptr,
     lse_ptr,
+    teacher_ptr,
     index_lse_ptr,
     weight_ptr,
+    unit_ptr,
     query_table_ptr,
     block_table_ptr,
-    common_ptr,
-    stats_ptr,
     pairs_ptr,
     row_start_ptr,
     local_end_ptr,
@@ -176,8 +212,7 @@ def _sparse_kl_bwd_kernel(
     item_row_ptr,
     chunk_item_ptr,
     dq_partial_ptr,
-    dq_unit_ptr,
-    sigma_ptr,
+    slot_kl_ptr,
     dk_ptr,
     dk_slot_ptr,
     chunk,
@@ -198,14 +233,16 @@ def _sparse_kl_bwd_kernel(
     HEAD_DIM: tl.constexpr,
     INDEX_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    SAVED_TEACHER: tl.constexpr,
     ROWS: tl.constexpr,
     PRECISION: tl.constexpr,
     INDEX_PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One program per item. With D = P_idx - P: a slot of sum_j D_j (k_j - m_b), sigma_b = sum_j D_j, and dK.
+    """One program per item. With D = P_idx - P: dK, and of each pair the sum over keys D_j k_j.
 
-    The row's weight (its upstream gradient, scaled to at most 1) enters dK here and dQ in the sum over slots.
+    The row's weight (its upstream gradient, scaled to at most 1) enters dK here and dQ in the sum over slots. With
+    SAVED_TEACHER, P comes from memory, and of each pair sum P (log P - log P_idx), in nats, goes there.
     """
     row, start, end, local_end, item = find_item(
         row_start_ptr, local_end_ptr, row_item_ptr, item_row_ptr, chunk_item_ptr, chunk
@@ -213,44 +250,54 @@ def _sparse_kl_bwd_kernel(
     if start < end:
         block = row % num_blocks
         group = ((row // num_blocks) % NUM_GROUPS).to(tl.int64)
-        first_key = tl.load(block_table_ptr + 2 * block)
-        num_keys = tl.load(block_table_ptr + 2 * block + 1)
-        key = load_block(key_ptr, first_key, num_keys, group, stride_kt, stride_kg, BLOCK_SIZE, HEAD_DIM)
+        first_key = tl.load(block_table_ptr + 3 * block)
+        num_keys = tl.load(block_table_ptr + 3 * block + 1)
+        if not SAVED_TEACHER:
+            key = load_block(key_ptr, first_key, num_keys, group, stride_kt, stride_kg, BLOCK_SIZE, HEAD_DIM)
         index_key = load_block(index_key_ptr, first_key, num_keys, 0, stride_ikt, 0, BLOCK_SIZE, INDEX_DIM)
         offs_i = tl.arange(0, INDEX_DIM)[None, :]
-        common = tl.load(common_ptr + block.to(tl.int64) * INDEX_DIM + offs_i)
-        centred = (index_key.to(tl.float32) - common).to(index_key.dtype)
-        # The sum of |D| is at most 2.
-        unit = tl.load(stats_ptr + block.to(tl.int64) * 2 + 1) + (1.0 - 15.0)
+        centred = load_block(centred_ptr, first_key, num_keys, 0, INDEX_DIM, 0, BLOCK_SIZE, INDEX_DIM)
         dk = tl.zeros((BLOCK_SIZE, INDEX_DIM), dtype=tl.float32)
-        key_row = first_key + tl.arange(0, BLOCK_SIZE)
-        for i in tl.range(start, end, ROWS, num_stages=1):
+        offs_k = tl.arange(0, BLOCK_SIZE)
+        for i in tl.range(start, end, ROWS, num_stages=STAGES if SAVED_TEACHER else 1):
             is_real, pair, _head = pair_rows(pairs_ptr, i, end, 1, ROWS)
             query_row = (pair // (NUM_GROUPS * NUM_SELECTED)).to(tl.int64)
+            place = (pair - first_pair).to(tl.int64)
             # [ROWS, BLOCK_SIZE]
-            teacher = teacher_tile(
-                query_ptr, lse_ptr, key, query_row, group, is_real, stride_qt, stride_qn, scale_log2,
-                NUM_GROUPS, HEADS, HEAD_DIM, BLOCK_SIZE, ROWS, PRECISION, STAGES,
-            )  # fmt: skip
+            if SAVED_TEACHER:
+                address = teacher_ptr + place[:, None] * BLOCK_SIZE + offs_k[None, :]
+                saved = tl.load(address, mask=is_real[:, None], other=0.0)
+                teacher = saved.to(tl.float32) * TEACHER_UNIT
+            else:
+                teacher = teacher_tile(
+                    query_ptr, lse_ptr, key, query_row, group, is_real, stride_qt, stride_qn, scale_log2,
+                    NUM_GROUPS, HEADS, HEAD_DIM, BLOCK_SIZE, ROWS, PRECISION, STAGES,
+                )  # fmt: skip
             index_query = tl.load(index_query_ptr + (query_row * stride_iqt + group * stride_iqg)[:, None] + offs_i)
             scores = tl.dot(index_query, tl.trans(index_key), input_precision=INDEX_PRECISION) * index_scale_log2
             row_place = query_row * NUM_GROUPS + group
             index_lse = tl.load(index_lse_ptr + row_place, mask=is_real, other=float("inf")) * 1.4426950408889634
             weight = tl.load(weight_ptr + row_place)
-            difference = tl.exp2(scores - index_lse[:, None]) - teacher
+            log_student = scores - index_lse[:, None]
+            difference = tl.exp2(log_student) - teacher
             if i < local_end:
                 last_key = tl.load(query_table_ptr + query_row * 3 + 2)
-                difference = tl.where(key_row[None, :] <= last_key[:, None], difference, 0.0)
-            place = (pair - first_pair).to(tl.int64)
-            tl.store(sigma_ptr + place, tl.sum(difference, 1), mask=is_real)
+                difference = tl.where((first_key + offs_k)[None, :] <= last_key[:, None], difference, 0.0)
+            if SAVED_TEACHER:
+                log_ratio = tl.log2(tl.maximum(teacher, 1e-37)) - log_student
+                kl = tl.sum(tl.where(teacher > 0.0, teacher * log_ratio, 0.0), 1) * 0.6931471805599453
+                tl.store(slot_kl_ptr + pair, kl, mask=is_real)
             weighted = (difference * weight[:, None]).to(index_query.dtype)
             dk += tl.dot(tl.trans(weighted), index_query, input_precision=INDEX_PRECISION)
-            dq = tl.dot(difference.to(index_query.dtype), centred, input_precision=INDEX_PRECISION)
-            tl.store(dq_unit_ptr + place, tl.zeros((ROWS,), dtype=tl.float32) + tl.exp2(unit), mask=is_real)
+            # Weights that differ by orders would cost the row's own dQ bits.
+            difference = difference.to(index_query.dtype)
+            dq = tl.dot(difference, centred, input_precision=INDEX_PRECISION)
+            dq *= (1.0 / tl.load(unit_ptr + row_place))[:, None]
             tl.store(
                 dq_partial_ptr + place[:, None] * INDEX_DIM + offs_i,
-                (dq * tl.exp2(-unit)).to(dq_partial_ptr.dtype.element_ty),
+                dq.to(dq_partial_ptr.dtype.element_ty),
                 mask=is_real[:, None],
+                cache_modifier=".cs",
             )
         first_item = tl.load(row_item_ptr + row)
         is_only = tl.load(row_item_ptr + row + 1) - first_item == 1

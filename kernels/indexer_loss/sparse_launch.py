@@ -6,23 +6,20 @@ import torch
 import triton
 from torch import Tensor
 
-from ..block_sparse_attention.backward_kernel import _dq_kernel
-from ..block_sparse_attention.launch import (
+from ..block_sparse_attention.launch_support import (
     QUERY_CHUNK,
     SUPPORTED_SIZES,
-    block_stats,
     check_supported,
     chunk_ranges,
     index_arguments,
-    partial_dtype,
-    sum_slots,
     tile_for,
 )
 from ..block_sparse_attention.reverse_index import build_reverse_index, document_tables
 from ..segments import Segments
 from ..triton_support import check_choice, check_triton, dot_precision, next_power_of_two, unit_stride
 from .dense_launch import dense_indexer_kl_triton
-from .sparse_kernel import _kl_rows_kernel, _sparse_kl_bwd_kernel, _sparse_kl_fwd_kernel
+from .sparse_backward import IndexGradient
+from .sparse_kernel import _kl_rows_kernel, _sparse_kl_fwd_kernel
 
 LOG2E = 1.0 / math.log(2.0)
 
@@ -153,103 +150,25 @@ def _sparse_indexer_kl_backward(
     softmax_scale: float,
     query_chunk: int,
 ) -> tuple[Tensor, Tensor]:
-    num_queries, num_groups, num_selected = block_indices.shape
-    index_dim, (num_heads, head_dim) = index_query.shape[2], query.shape[1:]
-    num_keys, num_blocks = key.shape[0], block_table.shape[0]
-    index_scale = 1.0 / math.sqrt(index_dim)
-    dq = torch.empty(index_query.shape, dtype=index_query.dtype, device=query.device)
-    # Rows add to it chunk after chunk; the groups share the index key and are summed at the end.
-    dk = torch.zeros((num_keys, num_groups, index_dim), dtype=torch.float32, device=query.device)
-    if num_blocks == 0:
-        return dq.zero_(), dk.sum(1).to(index_key.dtype)
     index_query, index_key, query, key = (unit_stride(x) for x in (index_query, index_key, query, key))
-    lse = lse.to(torch.float32).contiguous()
-    weight = torch.where(index_lse.isfinite(), grad, 0.0).to(torch.float32).contiguous()
+    lse, grad = lse.to(torch.float32).contiguous(), grad.to(torch.float32)
     # A power of two that brings the weights to at most 1, for the 16-bit product.
-    weight_unit = weight.abs().amax().clamp(min=1e-30).log2().ceil().exp2()
-    scaled_weight = weight / weight_unit
-    tile = tile_for("sparse_kl_bwd", query, num_groups)
-    combine = tile_for("combine_slots", query, num_groups)
-    common, stats = block_stats(index_key[:, None], index_key[:, None], block_table, block_size)
-    index = build_reverse_index(
-        block_indices,
-        query_table,
-        num_blocks,
-        block_size=block_size,
-        query_chunk=query_chunk,
-        item_queries=tile.columns,
-    )
-    partial = query.new_empty(
-        (min(query_chunk, num_queries), num_groups, num_selected, index_dim), dtype=partial_dtype(index_query.dtype)
-    )
-    unit, sigma = (query.new_empty(partial.shape[:3], dtype=torch.float32) for _ in range(2))
-    dk_slots = query.new_empty((index.max_slots, block_size, index_dim), dtype=torch.float32)
-    for chunk, (first_query, chunk_queries) in enumerate(chunk_ranges(index, num_queries)):
-        _sparse_kl_bwd_kernel[(index.max_items,)](
-            index_query,
-            index_key,
-            query,
-            key,
-            lse,
-            index_lse,
-            scaled_weight,
-            query_table,
-            block_table,
-            common,
-            stats,
-            *index_arguments(index, slots=True),
-            partial,
-            unit,
-            sigma,
-            dk,
-            dk_slots,
-            chunk,
-            first_query * num_groups * num_selected,
-            num_blocks,
-            softmax_scale * LOG2E,
-            index_scale * LOG2E,
-            *index_query.stride()[:2],
-            index_key.stride(0),
-            *query.stride()[:2],
-            *key.stride()[:2],
-            NUM_GROUPS=num_groups,
-            NUM_SELECTED=num_selected,
-            HEADS=num_heads // num_groups,
-            HEAD_DIM=head_dim,
-            INDEX_DIM=index_dim,
-            BLOCK_SIZE=block_size,
-            ROWS=tile.rows,
-            PRECISION=dot_precision(query.dtype),
-            INDEX_PRECISION=dot_precision(index_query.dtype),
-            STAGES=tile.num_stages,
-            num_warps=tile.num_warps,
-        )
-        sum_slots(dk, dk_slots, index, chunk, block_table, num_groups)
-        _dq_kernel[(triton.cdiv(chunk_queries * num_groups, combine.rows),)](
-            partial,
-            unit,
-            sigma,
-            common,
-            weight,
+    unit = grad.abs().amax().clamp(min=1e-30).log2().ceil().exp2()
+    tables = (block_indices, query_table, block_table)
+    gradient = IndexGradient(index_query, index_key, index_lse, grad / unit, unit, *tables, block_size)
+    if block_table.shape[0]:
+        tile = tile_for("sparse_kl_bwd", index_query, key.shape[1])
+        index = build_reverse_index(
             block_indices,
             query_table,
-            dq,
-            first_query,
-            chunk_queries,
-            index_scale,
-            *block_indices.stride(),
-            NUM_GROUPS=num_groups,
-            NUM_SELECTED=num_selected,
-            SLOTS=next_power_of_two(num_selected),
-            HEADS=1,
-            HEAD_DIM=index_dim,
-            BLOCK_SIZE=block_size,
-            SHARED_KEY=True,
-            ROWS=combine.rows,
-            STAGES=combine.num_stages,
-            num_warps=combine.num_warps,
+            block_table.shape[0],
+            block_size=block_size,
+            query_chunk=query_chunk,
+            item_queries=tile.columns,
         )
-    return dq, (dk.sum(1) * (weight_unit * index_scale)).to(index_key.dtype)
+        for chunk, (first_query, num_queries) in enumerate(chunk_ranges(index, block_indices.shape[0])):
+            gradient.add(index, chunk, first_query, num_queries, (query, key, lse, softmax_scale))
+    return gradient.result()
 
 
 @_sparse_indexer_kl_backward.register_fake

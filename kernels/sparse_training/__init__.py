@@ -1,0 +1,3 @@
+from .op import sparse_attention_with_kl
+
+__all__ = ["sparse_attention_with_kl"]
