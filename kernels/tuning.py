@@ -56,6 +56,9 @@ TABLE: dict[tuple[str, str, int, int, int], TileConfig] = {
     ("sparse_attention_bwd", "any", 0, 0, 2): TileConfig(64, 512, num_warps=8, num_stages=1),
     ("sparse_attention_bwd", "any", 0, 0, 4): TileConfig(16, 512, num_warps=8, num_stages=1),
     ("sparse_attention_bwd", INTERPRETER, 0, 0, 0): TileConfig(64, 64, num_warps=4, num_stages=1),
+    # Rows: rows of the reverse index in one program; columns: pairs in one program.
+    ("reverse_index", "any", 0, 0, 0): TileConfig(128, 1024, num_warps=4, num_stages=1),
+    ("reverse_index", INTERPRETER, 0, 0, 0): TileConfig(16, 8192, num_warps=4, num_stages=1),
     # Rows: (query, head) rows of one program.
     ("combine_slots", "any", 0, 0, 0): TileConfig(16, 0, num_warps=4, num_stages=1),
     ("combine_slots", INTERPRETER, 0, 0, 0): TileConfig(256, 0, num_warps=4, num_stages=1),

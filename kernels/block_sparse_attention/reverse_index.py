@@ -8,16 +8,23 @@ Example: l=4, one document of 9 tokens, g=1, k=2, ids of queries 0..8: [0,-1] x4
 0, 2, 4, 6 (its own queries, which need the causal mask), then 8, 10, 12, 14, 16; row of block 1: 9, 11, 13, 15; row of
 block 2: 17. With items of 4 pairs: three items for block 0, one each for blocks 1 and 2.
 
-One stable sort; nothing is read back to the host, so grids are upper bounds and spare programs leave at once.
+One stable library sort and three kernels (reverse_index_kernel.py). Nothing is read back to the host: grids are upper
+bounds and spare programs leave at once, so the index can be built inside a CUDA graph.
 """
 
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
+import triton
 from torch import Tensor
 
 from ..segments import Segments
+from ..tuning import tile_config
+from .reverse_index_kernel import _find_rows_kernel, _number_items_kernel, _pair_keys_kernel
+
+SUMMED_TILES = 1024
+"""Tiles of rows whose numbers of items are added in one step."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +42,7 @@ class ReverseIndex:
     row_slot: Tensor
     """[rows]: first gradient slot of a row of several items, counted from 0 in every chunk."""
     item_row: Tensor
-    """[upper bound of items]: the row of each item."""
+    """[upper bound of items]: the row of each item; not written past the last one."""
     chunk_item: Tensor
     """[chunks + 1]: number of each chunk's first item."""
     query_chunk: int
@@ -104,40 +111,48 @@ def build_reverse_index(
     rows_per_chunk = num_groups * num_blocks
     num_rows = num_chunks * rows_per_chunk
     num_pairs = block_indices.numel()
-    if max(num_pairs, 2 * num_rows + 1) >= 2**31:
+    tile = tile_config("reverse_index", device, head_dim=0, itemsize=4)
+    if max(num_pairs + tile.columns, 2 * (num_rows + tile.rows)) >= 2**31:
         raise ValueError(
             f"reverse index: {num_pairs} kept blocks in {num_rows} rows do not fit in 32-bit numbers. "
             "Attend to fewer queries in one call."
         )
-    # [t_q, g]: first row of the query's document
-    chunk = torch.arange(num_queries, device=device, dtype=torch.int32) // query_chunk
-    group = torch.arange(num_groups, device=device, dtype=torch.int32)
-    first_row = (chunk[:, None] * num_groups + group) * num_blocks + query_table[:, :1]
-    position = query_table[:, 1, None, None]
-    first_token = block_indices * block_size
-    visible = (block_indices >= 0) & (first_token <= position)
-    is_past = first_token + block_size <= position
-    key = torch.where(visible, 2 * (first_row[:, :, None] + block_indices) + is_past, 2 * num_rows)
-    key, pairs = key.flatten().sort(stable=True)
-    borders = torch.searchsorted(key, torch.arange(2 * num_rows + 1, device=device, dtype=torch.int32), out_int32=True)
-    row_start = borders[::2].contiguous()
-    num_items = (row_start.diff() + (item_queries - 1)) // item_queries
-    item_end = num_items.cumsum(0, dtype=torch.int32)
-    slot_end = torch.where(num_items > 1, num_items, 0).view(num_chunks, rows_per_chunk).cumsum(1, dtype=torch.int32)
-    row_slot = slot_end.flatten() - num_items
-    zero = item_end.new_zeros(1)
-    row_item = torch.cat([zero, item_end])
-    max_items = min(num_rows, num_pairs) + num_pairs // item_queries
-    item_number = torch.arange(max_items, device=device, dtype=torch.int32)
+
+    def new(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=device)
+
+    # The sort takes a step for each byte of a key: 16 bits are enough up to 64K tokens of 4 groups.
+    key = torch.empty(num_pairs, dtype=torch.int16 if 2 * num_rows < 2**15 else torch.int32, device=device)
+    copies = triton.cdiv(num_pairs, tile.columns)
+    _pair_keys_kernel[(copies,)](
+        block_indices, query_table, key, num_pairs, num_blocks, num_rows, query_chunk, *block_indices.stride(),
+        NUM_GROUPS=num_groups, NUM_SELECTED=num_selected, BLOCK_SIZE=block_size, PAIRS=tile.columns,
+        num_warps=tile.num_warps,
+    )  # fmt: skip
+    key, order = key.sort(stable=True)
+    num_tiles = num_chunks * triton.cdiv(rows_per_chunk, tile.rows)
+    pairs, row_start, local_end = new(num_pairs), new(num_rows + 1), new(num_rows)
+    tile_totals = new(num_tiles, 2)
+    _find_rows_kernel[(num_tiles + copies,)](
+        key, order, pairs, row_start, local_end, tile_totals,
+        num_pairs, num_pairs.bit_length(), num_rows, rows_per_chunk, num_tiles,
+        ITEM=item_queries, ROWS=tile.rows, PAIRS=tile.columns, num_warps=tile.num_warps,
+    )  # fmt: skip
+    row_item, row_slot, chunk_item = new(num_rows + 1), new(num_rows), new(num_chunks + 1)
+    item_row = new(min(num_rows, num_pairs) + num_pairs // item_queries)
+    _number_items_kernel[(num_tiles,)](
+        row_start, tile_totals, row_item, row_slot, item_row, chunk_item, num_rows, rows_per_chunk,
+        ITEM=item_queries, ROWS=tile.rows, TILES=SUMMED_TILES, num_warps=tile.num_warps,
+    )  # fmt: skip
     chunk_pairs = min(query_chunk, num_queries) * num_groups * num_selected
     return ReverseIndex(
-        pairs=pairs.to(torch.int32),
+        pairs=pairs,
         row_start=row_start,
-        local_end=borders[1::2].contiguous(),
+        local_end=local_end,
         row_item=row_item,
         row_slot=row_slot,
-        item_row=torch.searchsorted(item_end, item_number, right=True, out_int32=True),
-        chunk_item=row_item[::rows_per_chunk].contiguous(),
+        item_row=item_row,
+        chunk_item=chunk_item,
         query_chunk=query_chunk,
         item_queries=item_queries,
         max_items=min(rows_per_chunk, chunk_pairs) + chunk_pairs // item_queries,

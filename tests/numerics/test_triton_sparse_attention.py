@@ -8,7 +8,7 @@ import torch
 
 from msa_pretrain.kernels import Segments, dense_attention, sparse_attention
 from msa_pretrain.kernels.block_sparse_attention.launch import sparse_attention_triton
-from msa_pretrain.kernels.block_sparse_attention.reverse_index import build_reverse_index, document_tables
+from msa_pretrain.kernels.block_sparse_attention.reverse_index import document_tables
 from msa_pretrain.kernels.dense_causal_attention.library import dense_tables
 
 # Arithmetic of masked lanes, which the interpreter carries out and then drops.
@@ -276,45 +276,6 @@ def test_opcheck():
     tables = (*document_tables(long, 16, cpu), *dense_tables(short, cpu))
     arguments = (x.query, x.key, x.value, ids, *tables, 16, 0.25, 16384)
     torch.library.opcheck(torch.ops.msa_pretrain.sparse_attention.default, arguments)
-
-
-def test_reverse_index_of_the_example():
-    """The docstring's example: l=4, 9 tokens, k=2."""
-    segments = Segments.from_cu_seqlens([0, 9])
-    ids = torch.tensor([[0, -1]] * 4 + [[0, 1]] * 4 + [[0, 2]], dtype=torch.int32)[:, None]
-    query_table, block_table = document_tables(segments, 4, torch.device("cpu"))
-    assert block_table.tolist() == [[0, 4], [4, 4], [8, 1]]
-    assert query_table[:, 1].tolist() == query_table[:, 2].tolist() == list(range(9))
-    index = build_reverse_index(ids, query_table, 3, block_size=4, query_chunk=100, item_queries=4)
-    assert index.pairs[:14].tolist() == [0, 2, 4, 6, 8, 10, 12, 14, 16, 9, 11, 13, 15, 17]
-    assert index.row_start.tolist() == [0, 9, 13, 14] and index.local_end.tolist() == [4, 13, 14]
-    assert index.row_item.tolist() == [0, 3, 4, 5] and index.chunk_item.tolist() == [0, 5]
-    assert index.item_row[:5].tolist() == [0, 0, 0, 1, 2] and index.max_items >= 5
-    assert index.row_slot[0] == 0 and index.max_slots >= 3
-
-
-def test_reverse_index_by_chunk_and_document():
-    """Every visible pair once, in its row; the bounds hold; invisible ids (past the query, other documents) are out."""
-    ids = random_ids(FRAGMENTS, 2, 16, 3)
-    ids[0, 0] = torch.tensor([0, 2, 9])
-    query_table, block_table = document_tables(FRAGMENTS, 16, torch.device("cpu"))
-    assert block_table.tolist() == [[101, 16], [117, 1], *([3 + 16 * b, min(16, 98 - 16 * b)] for b in range(7))]
-    index = build_reverse_index(ids, query_table, 9, block_size=16, query_chunk=25, item_queries=4)
-    seen = []
-    for row in range(index.row_start.numel() - 1):
-        chunk, group, block = row // 18, row // 9 % 2, row % 9
-        for pair in index.pairs[index.row_start[row] : index.row_start[row + 1]].tolist():
-            query = pair // 6
-            assert query // 25 == chunk and pair // 3 % 2 == group
-            assert query_table[query, 0] + ids.flatten()[pair] == block
-            seen.append(pair)
-    positions = FRAGMENTS.positions("cpu")[:, None, None]
-    visible = ((ids >= 0) & (ids * 16 <= positions) & FRAGMENTS.query_mask("cpu")[:, None, None]).flatten()
-    assert sorted(seen) == visible.nonzero().flatten().tolist()
-    items = index.chunk_item.diff()
-    assert items.max() <= index.max_items and index.row_item[-1] == items.sum()
-    per_row = index.row_item.diff().view(3, 18)
-    assert torch.where(per_row > 1, per_row, 0).sum(1).max() <= index.max_slots
 
 
 REFUSALS = [
