@@ -23,7 +23,7 @@ def kept_blocks(
     stride_it, stride_ig, stride_ik,
     TABLE_GROUPS: tl.constexpr, NUM_SELECTED: tl.constexpr, SLOTS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Of each row: places of its blocks in a table [blocks, TABLE_GROUPS], which of them are real; its visible tokens."""
+    """Of each row: places of its blocks in tables [blocks, TABLE_GROUPS], which of them are real, visible tokens."""
     slots = tl.arange(0, SLOTS)[None, :]
     ids = tl.load(
         block_indices_ptr + (query_row * stride_it + group * stride_ig)[:, None] + slots * stride_ik,
