@@ -156,15 +156,13 @@ def _sparse_attention_bwd_kernel(
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    SAME_STRIDES: tl.constexpr,
     TEACHER: tl.constexpr,
     ROWS: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One program per item. Tiles are transposed: [BLOCK_SIZE keys, ROWS = queries x heads].
-
-    With TEACHER a tile holds whole queries, and what is left of its rows stays empty.
-    """
+    """One program per item. Tiles are transposed: [BLOCK_SIZE keys, ROWS = queries x heads]."""
     row, start, end, local_end, item = find_item(
         row_start_ptr, local_end_ptr, row_item_ptr, item_row_ptr, chunk_item_ptr, chunk
     )
@@ -184,22 +182,31 @@ def _sparse_attention_bwd_kernel(
         dk = tl.zeros((BLOCK_SIZE, HEAD_DIM), dtype=tl.float32)
         dv = tl.zeros((BLOCK_SIZE, HEAD_DIM), dtype=tl.float32)
         LOG2E: tl.constexpr = 1.4426950408889634
-        QUERIES: tl.constexpr = ROWS // HEADS
-        STEP: tl.constexpr = QUERIES * HEADS if TEACHER else ROWS
+        # A product has at least 16 columns.
+        COLUMNS: tl.constexpr = ROWS if ROWS // HEADS > 16 else 16
+        STEP: tl.constexpr = ROWS // HEADS
         # Tiles with queries of this block, which need the causal mask, then the others.
-        split = mask_end(start, end, local_end, HEADS, STEP)
+        split = mask_end(start, end, local_end, STEP)
         for part in tl.static_range(2):
-            first = start * HEADS if part == 0 else split
-            last = tl.minimum(split, end * HEADS) if part == 0 else end * HEADS
-            for i in tl.range(first, last, STEP, num_stages=STAGES):
-                is_real, pair, head = pair_rows(pairs_ptr, i, end, HEADS, ROWS)
-                is_real = is_real & (tl.arange(0, ROWS) < STEP)
+            first = start if part == 0 else split
+            last = tl.minimum(split, end) if part == 0 else end
+            # A tile's pairs are read one tile ahead, as all its other reads wait for them.
+            next_real, next_pair, head = pair_rows(pairs_ptr, first, end, HEADS, ROWS)
+            for number in tl.range(first, last, STEP, num_stages=STAGES):
+                is_real = next_real
+                pair = next_pair
+                next_real, next_pair, _head = pair_rows(pairs_ptr, number + STEP, end, HEADS, ROWS)
+                if TEACHER:
+                    is_query, query_pair, _ = pair_rows(pairs_ptr, number, end, 1, COLUMNS)
                 query_row = pair // (NUM_GROUPS * NUM_SELECTED)
                 wide_row = query_row.to(tl.int64)
                 query_head = group * HEADS + head
                 # [ROWS, HEAD_DIM]
-                query = tl.load(query_ptr + (wide_row * stride_qt + query_head * stride_qn)[:, None] + offs_d[None, :])
-                grad = tl.load(grad_ptr + (wide_row * stride_gt + query_head * stride_gn)[:, None] + offs_d[None, :])
+                address = (wide_row * stride_qt + query_head * stride_qn)[:, None] + offs_d[None, :]
+                query = tl.load(query_ptr + address)
+                if not SAME_STRIDES:
+                    address = (wide_row * stride_gt + query_head * stride_gn)[:, None] + offs_d[None, :]
+                grad = tl.load(grad_ptr + address)
                 row_place = wide_row * (NUM_GROUPS * HEADS) + query_head
                 # Rows that only fill the tile up get P = 0.
                 lse = tl.load(lse_ptr + row_place, mask=is_real, other=float("inf"))
@@ -212,6 +219,16 @@ def _sparse_attention_bwd_kernel(
                     last_key = tl.load(query_table_ptr + query_row * 3 + 2)
                     probs = tl.where((first_key + offs_k)[:, None] <= last_key[None, :], probs, 0.0)
                 probs_low = probs.to(grad.dtype)
+                if TEACHER:
+                    # The sum over heads is a product with ones, for any number of heads: [BLOCK_SIZE, COLUMNS].
+                    is_head = (tl.arange(0, ROWS) // HEADS)[:, None] == tl.arange(0, COLUMNS)[None, :]
+                    total = tl.dot(probs_low, is_head.to(probs_low.dtype), input_precision=PRECISION)
+                    query_place = (query_pair - first_pair).to(tl.int64) * BLOCK_SIZE
+                    tl.store(
+                        teacher_ptr + query_place[None, :] + offs_k[:, None],
+                        (total * (1.0 / (HEADS * TEACHER_UNIT))).to(teacher_ptr.dtype.element_ty),
+                        mask=(is_query & (tl.arange(0, COLUMNS) < STEP))[None, :],
+                    )
                 dv += tl.dot(probs_low, grad, input_precision=PRECISION)
                 dprobs = tl.dot(value, tl.trans(grad), input_precision=PRECISION)
                 dscores = (probs * (dprobs - delta[None, :])).to(query.dtype)
@@ -225,11 +242,6 @@ def _sparse_attention_bwd_kernel(
                     mask=is_real[:, None],
                     cache_modifier=".cs",
                 )
-                if TEACHER:
-                    put_teacher(
-                        teacher_ptr, probs_low, pairs_ptr, i // HEADS, end, first_pair,
-                        HEADS, QUERIES, ROWS, BLOCK_SIZE, PRECISION,
-                    )  # fmt: skip
         first_item = tl.load(row_item_ptr + row)
         is_only = tl.load(row_item_ptr + row + 1) - first_item == 1
         slot = tl.load(row_slot_ptr + row) + item - first_item
@@ -237,28 +249,6 @@ def _sparse_attention_bwd_kernel(
             dk_ptr, dk_slot_ptr, dk * scale, is_only, slot, first_key, num_keys, group, BLOCK_SIZE, HEAD_DIM, NUM_GROUPS
         )
         add_or_put(dv_ptr, dv_slot_ptr, dv, is_only, slot, first_key, num_keys, group, BLOCK_SIZE, HEAD_DIM, NUM_GROUPS)
-
-
-@triton.jit
-def put_teacher(
-    teacher_ptr, probs, pairs_ptr, first_number, end, first_pair,
-    HEADS: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Write the mean over heads of probs [BLOCK_SIZE, ROWS] for each query, to [pair, BLOCK_SIZE].
-
-    The sum over heads is a product with ones, which is exact and fits any number of heads.
-    """
-    COLUMNS: tl.constexpr = ROWS if ROWS < 16 else (16 if QUERIES <= 16 else ROWS)
-    column = tl.arange(0, COLUMNS)
-    is_head = (tl.arange(0, ROWS) // HEADS)[:, None] == column[None, :]
-    # [BLOCK_SIZE, COLUMNS]
-    total = tl.dot(probs, is_head.to(probs.dtype), input_precision=PRECISION)
-    number = first_number + column
-    is_query = (column < QUERIES) & (number < end)
-    place = (tl.load(pairs_ptr + number, mask=is_query, other=0) - first_pair).to(tl.int64)
-    address = teacher_ptr + place[None, :] * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)[:, None]
-    mean = total * (1.0 / (HEADS * TEACHER_UNIT))
-    tl.store(address, mean.to(teacher_ptr.dtype.element_ty), mask=is_query[None, :])
 
 
 @triton.jit(do_not_specialize=["chunk", "num_blocks"])

@@ -2,7 +2,8 @@
 
 The dS of a row sum to 0, so any vector c may be taken off all keys that the row kept: sum_j dS_j (k_j - c) is the same.
 But dS and the slots of dQ have 16 bits, and would carry a common offset of the keys as noise. One c serves a document's
-keys in one group: the mean over the blocks that its last query kept, so that a block nobody kept has no influence.
+keys in one group: the mean over the blocks that its last query kept, so that a block nobody kept has no influence. If
+a query keeps one block only, each block has its own.
 """
 
 import triton
@@ -62,15 +63,20 @@ def _centre_keys_kernel(
     """
     block = tl.program_id(0)
     group = tl.program_id(1).to(tl.int64)
-    query_row = tl.load(block_table_ptr + 3 * block + 2).to(tl.int64)
-    first_block = tl.load(query_table_ptr + query_row * 3)
-    position = tl.load(query_table_ptr + query_row * 3 + 1)
-    slots = tl.arange(0, SLOTS)
-    ids_ptr = block_indices_ptr + query_row * stride_it + group * stride_ig
-    ids = tl.load(ids_ptr + slots * stride_ik, mask=slots < NUM_SELECTED, other=-1)
-    is_used = (ids >= 0) & (ids * BLOCK_SIZE <= position)
     offs_d = tl.arange(0, HEAD_DIM)
-    place = ((first_block + ids).to(tl.int64) * NUM_GROUPS + group) * (2 * HEAD_DIM)
+    slots = tl.arange(0, SLOTS)
+    if NUM_SELECTED == 1:
+        blocks = block + slots
+        is_used = slots == 0
+    else:
+        query_row = tl.load(block_table_ptr + 3 * block + 2).to(tl.int64)
+        first_block = tl.load(query_table_ptr + query_row * 3)
+        position = tl.load(query_table_ptr + query_row * 3 + 1)
+        ids_ptr = block_indices_ptr + query_row * stride_it + group * stride_ig
+        ids = tl.load(ids_ptr + slots * stride_ik, mask=slots < NUM_SELECTED, other=-1)
+        is_used = (ids >= 0) & (ids * BLOCK_SIZE <= position)
+        blocks = first_block + ids
+    place = (blocks.to(tl.int64) * NUM_GROUPS + group) * (2 * HEAD_DIM)
     address = moments_ptr + place[:, None] + offs_d[None, :]
     num_used = tl.maximum(tl.sum(is_used.to(tl.int32), 0), 1)
     # [SLOTS, HEAD_DIM]

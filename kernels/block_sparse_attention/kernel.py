@@ -1,9 +1,9 @@
 """Forward kernels of block-sparse attention, keys outer (README.md, "Triton").
 
 An item is a piece of one row of the reverse index: one block of keys and some of the queries that chose it, sorted.
-Its program keeps K and V of the block and walks over tiles of ROWS of its (query, head) rows, so that a tile is full
-for any n/g. Softmax over one block alone needs no running maximum: each (query, slot, head) gets a normalised partial
-output and its lse, and a second kernel adds the slots of a query in order.
+Its program keeps K and V of the block and walks over tiles of whole pairs, all heads of each, up to ROWS rows. Softmax
+over one block alone needs no running maximum: each (query, slot, head) gets a normalised partial output and its lse, and
+a second kernel adds the slots of a query in order.
 """
 
 import triton
@@ -35,26 +35,21 @@ def load_block(ptr, first_key, num_keys, group, stride_t, stride_g, SIZE: tl.con
 
 
 @triton.jit
-def mask_end(start, end, local_end, HEADS: tl.constexpr, STEP: tl.constexpr):
-    """Where the tiles of STEP (pair, head) rows that hold pairs before `local_end` are over."""
-    return start * HEADS + tl.cdiv(tl.maximum(tl.minimum(local_end, end) - start, 0) * HEADS, STEP) * STEP
+def mask_end(start, end, local_end, STEP: tl.constexpr):
+    """Where the tiles of STEP pairs that hold pairs before `local_end` are over."""
+    return start + tl.cdiv(tl.maximum(tl.minimum(local_end, end) - start, 0), STEP) * STEP
 
 
 @triton.jit
 def pair_rows(pairs_ptr, first, end, HEADS: tl.constexpr, ROWS: tl.constexpr):
-    """Of ROWS (pair, head) rows of an item that ends at pair `end`: which exist, their pair and their head.
+    """ROWS rows of the ROWS // HEADS pairs from number `first`, head by head: which exist, their pair and their head.
 
-    `first` is a multiple of ROWS past the item's first row. Rows that only fill the tile up repeat its last pair.
+    Rows that only fill the tile up have a pair that exists, the last one before `end` or one of the next tile.
     """
     offs = tl.arange(0, ROWS)
-    if ROWS % HEADS == 0:
-        pair_number = tl.minimum(first // HEADS + offs // HEADS, end - 1)
-        head = offs % HEADS
-    else:
-        row = tl.minimum(first + offs, end * HEADS - 1)
-        pair_number = row // HEADS
-        head = row % HEADS
-    return first + offs < end * HEADS, tl.load(pairs_ptr + pair_number), head
+    number = first + offs // HEADS
+    is_real = (number < end) & (offs < ROWS // HEADS * HEADS)
+    return is_real, tl.load(pairs_ptr + tl.minimum(number, end - 1)), offs % HEADS
 
 
 @triton.jit
@@ -139,12 +134,17 @@ def _sparse_attention_fwd_kernel(
         key_row = first_key + tl.arange(0, BLOCK_SIZE)
         offs_d = tl.arange(0, HEAD_DIM)
         # Tiles with queries of this block, which need the causal mask, then the others.
-        split = mask_end(start, end, local_end, HEADS, ROWS)
+        STEP: tl.constexpr = ROWS // HEADS
+        split = mask_end(start, end, local_end, STEP)
         for part in tl.static_range(2):
-            first = start * HEADS if part == 0 else split
-            last = tl.minimum(split, end * HEADS) if part == 0 else end * HEADS
-            for i in tl.range(first, last, ROWS, num_stages=STAGES):
-                is_real, pair, head = pair_rows(pairs_ptr, i, end, HEADS, ROWS)
+            first = start if part == 0 else split
+            last = tl.minimum(split, end) if part == 0 else end
+            # A tile's pairs are read one tile ahead, as all its other reads wait for them.
+            next_real, next_pair, head = pair_rows(pairs_ptr, first, end, HEADS, ROWS)
+            for number in tl.range(first, last, STEP, num_stages=STAGES):
+                is_real = next_real
+                pair = next_pair
+                next_real, next_pair, _head = pair_rows(pairs_ptr, number + STEP, end, HEADS, ROWS)
                 query_row = pair // (NUM_GROUPS * NUM_SELECTED)
                 address = query_row.to(tl.int64) * stride_qt + (group * HEADS + head) * stride_qn
                 # [ROWS, HEAD_DIM]
