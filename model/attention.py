@@ -17,6 +17,7 @@ from ..kernels import (
     select_blocks,
     selection_quality,
     sparse_attention,
+    sparse_attention_with_kl,
     sparse_indexer_kl,
 )
 from .attach_loss import AttachLoss
@@ -123,7 +124,7 @@ class MSAAttention(MegatronModule):
         attention = self.spec.attention
         # a query of so short a document keeps all its blocks
         short = attention.top_k * attention.block_size
-        return dict(block_size=attention.block_size, dense_up_to=short, backend=self._backend)
+        return dict(block_size=attention.block_size, dense_up_to=short)
 
     def _project(self, hidden_states: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor, Tensor]:
         """query [t, n, d], key [t, g, d], value [t, g, d] of this rank's heads, normed and rotated."""
@@ -155,42 +156,53 @@ class MSAAttention(MegatronModule):
         context: AttentionContext,
     ) -> Tensor:
         """Attention of the context's phase [t, n, d] with the layer's KL attached."""
-        attention, segments, backend = self.spec.attention, context.segments, self._backend
-        warmup = context.phase is Phase.warmup
+        segments, backend, warmup = context.segments, self._backend, context.phase is Phase.warmup
+        trained = self.training and torch.is_grad_enabled()
         # once under full recompute, whose first pass runs without gradients
-        counted = torch.is_grad_enabled() or not self.training
-        measurements = context.measurements if counted else None
+        measurements = context.measurements if trained or not self.training else None
         depth = self.layer - self.spec.model.num_layers  # of an MTP layer, from 0
+        row_weight = context.mtp_targets[depth].t() if depth >= 0 else None
         quality_rows = context.quality_rows if measurements is not None and depth < 0 else None
         if not warmup or quality_rows is not None:
             with torch.no_grad():
-                block_indices, _ = select_blocks(index_query, index_key, segments, **self._selection)
+                block_indices, index_lse = select_blocks(index_query, index_key, segments, **self._selection)
+        if measurements is not None and quality_rows is not None:
+            quality = selection_quality(
+                query,
+                key,
+                index_query,
+                index_key,
+                block_indices,
+                segments,
+                quality_rows,
+                block_size=self.spec.attention.block_size,
+                support="full" if warmup else "kept",
+            )
+            measurements.add_quality(self.layer, quality)
+
+        def record(kl: Tensor) -> None:
+            if measurements is not None:
+                measurements.add_kl(self.layer, kl)
+
+        if trained and not warmup and backend == "triton":
+            index = (index_query, index_key, block_indices, index_lse)
+            loss = dict(kl_weight=context.kl_weight, row_weight=row_weight, record=record)
+            return sparse_attention_with_kl(query, key, value, *index, segments, **self._sparse, **loss)
         if warmup:
             output, lse = dense_attention(query, key, value, segments, backend=backend)
-            kl = dense_indexer_kl(index_query, index_key, query, key, lse, segments, backend=backend)
         else:
-            output, lse = sparse_attention(query, key, value, block_indices, segments, **self._sparse)
-            kl = sparse_indexer_kl(index_query, index_key, query, key, lse, block_indices, segments, **self._sparse)
-        if depth >= 0:
-            kl = kl * context.mtp_targets[depth].t()
-        if measurements is not None:
-            measurements.add_kl(self.layer, kl.detach().double().sum())
-            if quality_rows is not None:
-                quality = selection_quality(
-                    query,
-                    key,
-                    index_query,
-                    index_key,
-                    block_indices,
-                    segments,
-                    quality_rows,
-                    block_size=attention.block_size,
-                    support="full" if warmup else "kept",
-                )
-                measurements.add_quality(self.layer, quality)
-        if self.training and torch.is_grad_enabled():
-            output = AttachLoss.apply(output, kl.sum() * context.kl_weight)
-        return output
+            output, lse = sparse_attention(query, key, value, block_indices, segments, **self._sparse, backend=backend)
+        if not trained and measurements is None:
+            return output
+        teacher = (index_query, index_key, query, key, lse)
+        if warmup:
+            kl = dense_indexer_kl(*teacher, segments, backend=backend)
+        else:
+            kl = sparse_indexer_kl(*teacher, block_indices, segments, **self._sparse, backend=backend)
+        if row_weight is not None:
+            kl = kl * row_weight
+        record(kl.detach().double().sum())
+        return AttachLoss.apply(output, kl.sum() * context.kl_weight) if trained else output
 
     def _attend_cached(
         self,
@@ -212,4 +224,4 @@ class MSAAttention(MegatronModule):
             lengths = segments.cached("lengths", query.device, lambda: torch.tensor(cache.lengths))
             return decode_attention(query, key, value, index_query, index_key, lengths, **self._selection)[0]
         block_indices, _ = select_blocks(index_query, index_key, segments, **self._selection)
-        return sparse_attention(query, key, value, block_indices, segments, **self._sparse)[0]
+        return sparse_attention(query, key, value, block_indices, segments, **self._sparse, backend=self._backend)[0]

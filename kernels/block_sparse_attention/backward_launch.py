@@ -120,6 +120,7 @@ def sparse_backward(
             HEADS=heads,
             HEAD_DIM=head_dim,
             BLOCK_SIZE=block_size,
+            PLACES=next_power_of_two(heads),
             SAME_STRIDES=query.stride() == grad.stride(),
             TEACHER=on_teacher is not None,
             ROWS=tile.rows,

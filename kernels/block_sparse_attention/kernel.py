@@ -1,9 +1,9 @@
 """Forward kernels of block-sparse attention, keys outer (README.md, "Triton").
 
 An item is a piece of one row of the reverse index: one block of keys and some of the queries that chose it, sorted.
-Its program keeps K and V of the block and walks over tiles of whole pairs, all heads of each, up to ROWS rows. Softmax
-over one block alone needs no running maximum: each (query, slot, head) gets a normalised partial output and its lse, and
-a second kernel adds the slots of a query in order.
+Its program keeps K and V of the block and walks over tiles of whole pairs, all heads of each, up to ROWS rows.
+Softmax over one block alone needs no running maximum: each (query, slot, head) gets a normalised partial output and its
+lse, and a second kernel adds the slots of a query in order.
 """
 
 import triton
@@ -41,15 +41,16 @@ def mask_end(start, end, local_end, STEP: tl.constexpr):
 
 
 @triton.jit
-def pair_rows(pairs_ptr, first, end, HEADS: tl.constexpr, ROWS: tl.constexpr):
-    """ROWS rows of the ROWS // HEADS pairs from number `first`, head by head: which exist, their pair and their head.
+def pair_rows(pairs_ptr, first, end, HEADS: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr):
+    """ROWS rows of the pairs from number `first`, PLACES for the HEADS of each: which exist, their pair and their head.
 
-    Rows that only fill the tile up have a pair that exists, the last one before `end` or one of the next tile.
+    Rows that only fill the tile up have a pair and a head that exist.
     """
     offs = tl.arange(0, ROWS)
-    number = first + offs // HEADS
-    is_real = (number < end) & (offs < ROWS // HEADS * HEADS)
-    return is_real, tl.load(pairs_ptr + tl.minimum(number, end - 1)), offs % HEADS
+    number = first + offs // PLACES
+    is_real = (number < end) & (offs < ROWS // PLACES * PLACES) & (offs % PLACES < HEADS)
+    pair = tl.load(pairs_ptr + tl.minimum(number, end - 1))
+    return is_real, pair, tl.minimum(offs % PLACES, HEADS - 1)
 
 
 @triton.jit
@@ -140,11 +141,11 @@ def _sparse_attention_fwd_kernel(
             first = start if part == 0 else split
             last = tl.minimum(split, end) if part == 0 else end
             # A tile's pairs are read one tile ahead, as all its other reads wait for them.
-            next_real, next_pair, head = pair_rows(pairs_ptr, first, end, HEADS, ROWS)
+            next_real, next_pair, head = pair_rows(pairs_ptr, first, end, HEADS, HEADS, ROWS)
             for number in tl.range(first, last, STEP, num_stages=STAGES):
                 is_real = next_real
                 pair = next_pair
-                next_real, next_pair, _head = pair_rows(pairs_ptr, number + STEP, end, HEADS, ROWS)
+                next_real, next_pair, _head = pair_rows(pairs_ptr, number + STEP, end, HEADS, HEADS, ROWS)
                 query_row = pair // (NUM_GROUPS * NUM_SELECTED)
                 address = query_row.to(tl.int64) * stride_qt + (group * HEADS + head) * stride_qn
                 # [ROWS, HEAD_DIM]

@@ -86,7 +86,7 @@ def _sparse_kl_fwd_kernel(
         key_row = first_key + tl.arange(0, BLOCK_SIZE)
         offs_i = tl.arange(0, INDEX_DIM)[None, :]
         for i in tl.range(start, end, ROWS, num_stages=1):
-            is_real, pair, _head = pair_rows(pairs_ptr, i, end, 1, ROWS)
+            is_real, pair, _head = pair_rows(pairs_ptr, i, end, 1, 1, ROWS)
             query_row = (pair // (NUM_GROUPS * NUM_SELECTED)).to(tl.int64)
             # [ROWS, BLOCK_SIZE]
             teacher = teacher_tile(
@@ -260,7 +260,7 @@ def _sparse_kl_bwd_kernel(
         dk = tl.zeros((BLOCK_SIZE, INDEX_DIM), dtype=tl.float32)
         offs_k = tl.arange(0, BLOCK_SIZE)
         for i in tl.range(start, end, ROWS, num_stages=STAGES if SAVED_TEACHER else 1):
-            is_real, pair, _head = pair_rows(pairs_ptr, i, end, 1, ROWS)
+            is_real, pair, _head = pair_rows(pairs_ptr, i, end, 1, 1, ROWS)
             query_row = (pair // (NUM_GROUPS * NUM_SELECTED)).to(tl.int64)
             place = (pair - first_pair).to(tl.int64)
             # [ROWS, BLOCK_SIZE]
