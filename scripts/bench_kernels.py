@@ -1,13 +1,22 @@
-"""Times the Triton ops of a sparse layer beside dense attention; correctness first.
+"""Times a sparse layer's kernels beside dense attention; correctness first.
 
-    python -m msa_pretrain.scripts.bench_kernels --tokens 8192 32768 131072 --output docs/results/kernels
+    python -m msa_pretrain.scripts.bench_kernels --output docs/results/kernels
 
-One document, random block selections (block 0, the local block, others at random), bf16, head dim 128, blocks of 128,
-k=16. Writes OUTPUT.json (one row a stage) and OUTPUT.md. Dense is cuDNN's causal SDPA with enable_gqa, in the same run.
+bf16, head dim 128, blocks of 128, k=16, one document of each length. A layer is what training runs: selection with its
+top-k, sparse attention forward, and the backward that also makes the indexer's KL and its gradients. Dense is cuDNN's
+causal SDPA with enable_gqa in the same run, with the library free to pick its order of sums. Patterns: `random` (block
+0, the local block, others at random), `sink` (block 0, the local block, two before it, 6 of 24 hot blocks, others),
+`tile` (random, the same for 128 neighbouring queries) and, with --trained FILE, selections saved from a model.
+
+Times are medians of eager calls; up to 16K tokens also of replays of a CUDA graph (`graph_ms`), as there the host's
+launches are the time of the eager call. Ratios use graph times where both sides have one. Writes OUTPUT.json, one row a
+stage, and OUTPUT.md.
 """
 
 import argparse
+import datetime
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -19,15 +28,21 @@ import triton
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..kernels import Segments, sparse_attention, sparse_indexer_kl
+from ..kernels import Segments, select_blocks, sparse_attention, sparse_attention_with_kl, sparse_indexer_kl
 from ..kernels.block_sparse_attention.reverse_index import build_reverse_index, document_tables
 
 DEVICE = torch.device("cuda")
 HEAD_DIM = BLOCK_SIZE = INDEX_DIM = 128
 NUM_SELECTED = 16
+DENSE_UP_TO = NUM_SELECTED * BLOCK_SIZE
 HEAD_SHAPES = ((64, 4), (48, 8))
 CHECK_TOKENS = 3000
 CHECK_LIMIT = 6e-3
+GRAPH_TOKENS = 16384
+# Rates of an H200 that floors are counted from: a large bf16 product, a device copy.
+MATMUL_TFLOPS, COPY_TBS = 795, 4.3
+# Multiply-adds a (query head, kept key) pair and channel, forward; backward has 2.5 times as many.
+ATTENTION_FLOPS = {"sparse_fwd": 4.0, "sparse_fwd_bwd": 14.0, "dense_fwd": 4.0, "dense_fwd_bwd": 14.0}
 
 
 def milliseconds(run: Callable[[], Any], repeats: int) -> float:
@@ -44,62 +59,104 @@ def milliseconds(run: Callable[[], Any], repeats: int) -> float:
     return median(times)
 
 
-def random_selection(num_tokens: int, num_groups: int) -> Tensor:
-    """int32 [t, g, k] as select_blocks gives it."""
+def graph_milliseconds(run: Callable[[], Any], repeats: int) -> float:
+    """The same of replays of a CUDA graph of `run`."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return milliseconds(graph.replay, repeats)
+
+
+def ranked(score: Tensor) -> Tensor:
+    """int32 [rows, g, k]: the best blocks of score [rows, g, blocks], as select_blocks gives them; < 0: not visible."""
+    num_blocks = score.shape[2]
+    best = score.topk(min(NUM_SELECTED, num_blocks), dim=2)
+    ids = best.indices.masked_fill(best.values < 0, num_blocks).sort(dim=2).values
+    ids = F.pad(ids, (0, NUM_SELECTED - ids.shape[2]), value=num_blocks)
+    return ids.masked_fill(ids == num_blocks, -1).to(torch.int32)
+
+
+def selection(pattern: str, num_tokens: int, num_groups: int) -> Tensor:
+    """int32 [t, g, k] of a pattern of the module's docstring."""
     num_blocks = -(-num_tokens // BLOCK_SIZE)
     block = torch.arange(num_blocks, device=DEVICE)
+    hot = torch.rand(num_groups, num_blocks, device=DEVICE).topk(min(24, num_blocks)).indices
     pieces = []
     for rows in torch.arange(num_tokens, device=DEVICE).split(16384):
         local = (rows // BLOCK_SIZE)[:, None, None]
-        score = torch.rand(len(rows), num_groups, num_blocks, device=DEVICE)
-        score = score.masked_fill(block == 0, 1.5).masked_fill(block == local, 2.0).masked_fill(block > local, -1.0)
-        best = score.topk(min(NUM_SELECTED, num_blocks), dim=2)
-        ids = best.indices.masked_fill(best.values < 0, num_blocks).sort(dim=2).values
-        ids = F.pad(ids, (0, NUM_SELECTED - ids.shape[2]), value=num_blocks)
-        pieces.append(ids.masked_fill(ids == num_blocks, -1).to(torch.int32))
+        shape = (len(rows) // BLOCK_SIZE + 1, num_groups, num_blocks) if pattern == "tile" else None
+        score = torch.rand(shape or (len(rows), num_groups, num_blocks), device=DEVICE)
+        if pattern == "tile":
+            score = score.repeat_interleave(BLOCK_SIZE, 0)[: len(rows)]
+        if pattern == "sink":
+            chosen = torch.rand(len(rows), num_groups, hot.shape[1], device=DEVICE).argsort(2)[:, :, :6]
+            picked = hot.expand(len(rows), -1, -1).gather(2, chosen)
+            score.scatter_add_(2, picked, torch.ones_like(picked, dtype=score.dtype))
+            score = torch.where((block >= local - 2) & (block < local), 2.5, score)
+        score = score.masked_fill(block == 0, 2.8).masked_fill(block == local, 3.0).masked_fill(block > local, -1.0)
+        pieces.append(ranked(score))
     return torch.cat(pieces)
 
 
 class Layer:
     """Random inputs of one layer and its ops."""
 
-    def __init__(self, num_tokens: int, num_heads: int, num_groups: int):
+    def __init__(self, num_tokens: int, num_heads: int, num_groups: int, ids: Tensor):
         def randn(*shape: int) -> Tensor:
             return torch.randn(*shape, device=DEVICE, dtype=torch.bfloat16)
 
         self.segments = Segments.from_cu_seqlens([0, num_tokens])
-        self.ids = random_selection(num_tokens, num_groups)
+        self.ids = ids
         self.query = randn(num_tokens, num_heads, HEAD_DIM).requires_grad_()
         self.key, self.value = (randn(num_tokens, num_groups, HEAD_DIM).requires_grad_() for _ in range(2))
         self.grad = randn(num_tokens, num_heads, HEAD_DIM)
         self.index_query = randn(num_tokens, num_groups, INDEX_DIM).requires_grad_()
         self.index_key = randn(num_tokens, INDEX_DIM).requires_grad_()
-        self.lse = self.attend()[1]
+        self.index_lse = torch.full((num_tokens, num_groups), 20.0, device=DEVICE)
+        self.inputs = (self.query, self.key, self.value)
+        self.routes = {"block_size": BLOCK_SIZE, "dense_up_to": DENSE_UP_TO}
+
+    def select(self) -> tuple[Tensor, Tensor]:
+        index = (self.index_query.detach(), self.index_key.detach())
+        sizes = {"block_size": BLOCK_SIZE, "num_selected_blocks": NUM_SELECTED}
+        return select_blocks(*index, self.segments, backend="triton", **sizes)
 
     def attend(self, backend: str = "triton") -> tuple[Tensor, Tensor]:
-        inputs = (self.query, self.key, self.value, self.ids, self.segments)
-        return sparse_attention(*inputs, block_size=BLOCK_SIZE, backend=backend)
+        return sparse_attention(*self.inputs, self.ids, self.segments, **self.routes, backend=backend)
 
-    def attend_and_back(self, backend: str = "triton") -> list[Tensor]:
-        output, _ = self.attend(backend)
-        return [output, *torch.autograd.grad(output, (self.query, self.key, self.value), self.grad)]
+    def attend_and_back(self) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(self.attend()[0], self.inputs, self.grad)
 
-    def kl(self, backend: str = "triton") -> Tensor:
-        teacher = (self.query.detach(), self.key.detach(), self.lse, self.ids, self.segments)
-        return sparse_indexer_kl(self.index_query, self.index_key, *teacher, block_size=BLOCK_SIZE, backend=backend)
+    def with_kl(self, ids: Tensor, index_lse: Tensor) -> list[Tensor]:
+        """Output, the five gradients, KL."""
+        leaves, sums = (*self.inputs, self.index_query, self.index_key), []
+        loss = {"kl_weight": 1.0, "record": sums.append}
+        output = sparse_attention_with_kl(*leaves, ids, index_lse, self.segments, **self.routes, **loss)
+        return [output, *torch.autograd.grad(output, leaves, self.grad), *sums]
 
-    def kl_and_back(self, backend: str = "triton") -> list[Tensor]:
-        kl = self.kl(backend)
-        return [kl, *torch.autograd.grad(kl.sum(), (self.index_query, self.index_key))]
+    def attend_with_kl(self) -> list[Tensor]:
+        """The pattern's ids with a made-up student lse: the time does not depend on it."""
+        return self.with_kl(self.ids, self.index_lse)
+
+    def layer(self) -> None:
+        """What a training step runs: the index's own selection is made and timed, the pattern's ids are attended to."""
+        self.select()
+        self.attend_with_kl()
 
     def dense(self) -> Tensor:
-        query, key, value = (tensor.transpose(0, 1)[None] for tensor in (self.query, self.key, self.value))
+        query, key, value = (tensor.transpose(0, 1)[None] for tensor in self.inputs)
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             output = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         return output[0].transpose(0, 1)
 
     def dense_and_back(self) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(self.dense(), (self.query, self.key, self.value), self.grad)
+        return torch.autograd.grad(self.dense(), self.inputs, self.grad)
 
     def reverse_index(self) -> None:
         query_table, block_table = document_tables(self.segments, BLOCK_SIZE, DEVICE)
@@ -107,59 +164,100 @@ class Layer:
         build_reverse_index(self.ids, query_table, len(block_table), **sizes)
 
     def worst_error(self) -> float:
-        """Largest ||triton - reference|| / ||reference|| over outputs and gradients."""
-        ours = self.attend_and_back() + self.kl_and_back()
-        theirs = self.attend_and_back("reference") + self.kl_and_back("reference")
+        """Largest ||triton - reference|| / ||reference|| of output, gradients and KL on the index's own selection."""
+        ids, index_lse = self.select()
+        ours = self.with_kl(ids, index_lse)
+        self.ids = ids
+        output, lse = self.attend("reference")
+        index = (self.index_query, self.index_key)
+        teacher = (self.query.detach(), self.key.detach(), lse.detach(), ids, self.segments)
+        kl = sparse_indexer_kl(*index, *teacher, block_size=BLOCK_SIZE, backend="reference").double().sum()
+        grads = (*torch.autograd.grad(output, self.inputs, self.grad), *torch.autograd.grad(kl, index))
+        theirs = [output, *grads, kl]
         return max(
-            ((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in zip(ours, theirs, strict=True)
+            ((a.double() - b.double()).norm() / b.double().norm()).item() for a, b in zip(ours, theirs, strict=True)
         )
 
 
-def kept_pairs(num_tokens: int) -> int:
+def kept_pairs(num_tokens: int, num_kept: int = NUM_SELECTED) -> int:
     """Visible (query, key) pairs in kept blocks, for one head."""
     total = 0
     for block in range(-(-num_tokens // BLOCK_SIZE)):
         rows = min(BLOCK_SIZE, num_tokens - block * BLOCK_SIZE)
-        total += rows * min(block, NUM_SELECTED - 1) * BLOCK_SIZE + rows * (rows + 1) // 2
+        total += rows * min(block, num_kept - 1) * BLOCK_SIZE + rows * (rows + 1) // 2
     return total
 
 
-def bench(num_tokens: int, num_heads: int, num_groups: int, repeats: int) -> list[dict[str, Any]]:
-    layer = Layer(num_tokens, num_heads, num_groups)
-    stages: dict[str, tuple[Callable[[], Any], float]] = {
-        "sparse_fwd": (lambda: layer.attend(), 4.0),
-        "sparse_fwd_bwd": (lambda: layer.attend_and_back(), 14.0),
-        "kl_fwd": (lambda: layer.kl(), 2.0),
-        "kl_fwd_bwd": (lambda: layer.kl_and_back(), 4.0),
-        "reverse_index": (lambda: layer.reverse_index(), 0.0),
-        "dense_fwd": (lambda: layer.dense(), 0.0),
-        "dense_fwd_bwd": (lambda: layer.dense_and_back(), 0.0),
+def floor_ms(stage: str, num_tokens: int, num_heads: int, num_groups: int) -> float:
+    """Time of a stage's multiply-adds at the matmul rate, or of its slots at the copy rate, whichever is longer."""
+    if stage == "select":
+        return 2.0 * INDEX_DIM * num_groups * num_tokens * (num_tokens + 1) / 2 / MATMUL_TFLOPS / 1e9
+    if stage == "reverse_index":
+        return num_tokens * num_groups * NUM_SELECTED * 4 * 2 / COPY_TBS / 1e9
+    pairs = kept_pairs(num_tokens) if not stage.startswith("dense") else num_tokens * (num_tokens + 1) // 2
+    slots_ms = 2 * 2 * NUM_SELECTED * num_tokens * num_heads * HEAD_DIM / COPY_TBS / 1e9
+    forward_ms, whole_ms = (flops * num_heads * HEAD_DIM * pairs / MATMUL_TFLOPS / 1e9 for flops in (4.0, 14.0))
+    if stage.startswith("dense") or num_tokens <= DENSE_UP_TO:
+        return forward_ms if stage.endswith("fwd") else whole_ms
+    forward = max(forward_ms, slots_ms)
+    backward = max(whole_ms - forward_ms, slots_ms)
+    kl = 6.0 * INDEX_DIM * num_groups * pairs / MATMUL_TFLOPS / 1e9
+    select = floor_ms("select", num_tokens, num_heads, num_groups)
+    return {
+        "sparse_fwd": forward,
+        "sparse_fwd_bwd": forward + backward,
+        "with_kl": forward + backward + kl,
+        "layer": forward + backward + kl + select,
+    }[stage]
+
+
+def bench(num_tokens: int, num_heads: int, num_groups: int, pattern: str, ids: Tensor, repeats: int) -> list[dict]:
+    layer = Layer(num_tokens, num_heads, num_groups, ids)
+    stages: dict[str, Callable[[], Any]] = {
+        "select": layer.select,
+        "reverse_index": layer.reverse_index,
+        "sparse_fwd": layer.attend,
+        "sparse_fwd_bwd": layer.attend_and_back,
+        "with_kl": layer.attend_with_kl,
+        "layer": layer.layer,
+        "dense_fwd": layer.dense,
+        "dense_fwd_bwd": layer.dense_and_back,
     }
-    rows: list[dict[str, Any]] = []
-    for stage, (run, flops) in stages.items():
+    rows: dict[str, dict[str, Any]] = {}
+    for stage, run in stages.items():
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        time_ms = milliseconds(run, repeats)
-        row: dict[str, Any] = {
-            "n_tokens": num_tokens,
-            "heads": f"{num_heads}/{num_groups}",
-            "pattern": "random",
-            "stage": stage,
-        }
-        row |= {"ms": round(time_ms, 4), "peak_gib": round((torch.cuda.max_memory_allocated() - before) / 2**30, 3)}
-        if flops:
-            row["tflops"] = round(flops * num_heads * HEAD_DIM * kept_pairs(num_tokens) / time_ms / 1e9, 1)
-        rows.append(row)
-    dense = {row["stage"]: row["ms"] for row in rows}
-    for row in rows:
-        if row["stage"] in ("sparse_fwd", "sparse_fwd_bwd"):
-            row["dense_ratio"] = round(dense[row["stage"].replace("sparse", "dense")] / row["ms"], 2)
-    return rows
+        row: dict[str, Any] = dict(
+            heads=f"{num_heads}/{num_groups}", n_tokens=num_tokens, pattern=pattern, stage=stage,
+            ms=round(milliseconds(run, repeats), 4),
+            peak_gib=round((torch.cuda.max_memory_allocated() - before) / 2**30, 3),
+        )  # fmt: skip
+        # select_blocks copies its report to the host, which a graph cannot hold
+        if num_tokens <= GRAPH_TOKENS and stage not in ("select", "layer"):
+            row["graph_ms"] = round(graph_milliseconds(run, repeats), 4)
+        floor = floor_ms(stage, num_tokens, num_heads, num_groups)
+        row["share_of_floor"] = round(floor / row.get("graph_ms", row["ms"]), 3)
+        if stage in ATTENTION_FLOPS:
+            pairs = kept_pairs(num_tokens) if stage.startswith("sparse") else num_tokens * (num_tokens + 1) // 2
+            flops = ATTENTION_FLOPS[stage] * num_heads * HEAD_DIM * pairs
+            row["tflops"] = round(flops / row.get("graph_ms", row["ms"]) / 1e9, 1)
+        rows[stage] = row
+
+    def ratio(dense: str, ours: str) -> float:
+        name = "graph_ms" if "graph_ms" in rows[dense] and "graph_ms" in rows[ours] else "ms"
+        return round(rows[dense][name] / rows[ours][name], 2)
+
+    rows["sparse_fwd"]["dense_ratio"] = ratio("dense_fwd", "sparse_fwd")
+    rows["sparse_fwd_bwd"]["dense_ratio"] = ratio("dense_fwd_bwd", "sparse_fwd_bwd")
+    rows["layer"]["layer_ratio"] = ratio("dense_fwd_bwd", "layer")
+    rows["layer"]["kl_share"] = round(1 - rows["sparse_fwd_bwd"]["ms"] / rows["with_kl"]["ms"], 3)
+    return list(rows.values())
 
 
 def markdown(header: dict[str, str], rows: list[dict[str, Any]]) -> str:
-    columns = ("heads", "n_tokens", "stage", "ms", "tflops", "dense_ratio", "peak_gib")
-    lines = ["# Sparse kernels", "", *(f"- {name}: {value}" for name, value in header.items()), ""]
+    columns = ("heads", "n_tokens", "pattern", "stage", "ms", "graph_ms", "tflops", "share_of_floor", "dense_ratio")
+    columns = (*columns, "layer_ratio", "kl_share", "peak_gib")
+    lines = ["# A sparse layer's kernels", "", *(f"- {name}: {value}" for name, value in header.items()), ""]
     lines += ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     lines += ["| " + " | ".join(str(row.get(column, "")) for column in columns) + " |" for row in rows]
     return "\n".join(lines) + "\n"
@@ -167,25 +265,36 @@ def markdown(header: dict[str, str], rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192, 16384, 32768, 65536, 131072])
+    lengths = [2048, 4096, 8192, 16384, 32768, 65536, 131072]
+    parser.add_argument("--tokens", type=int, nargs="+", default=lengths)
+    parser.add_argument("--patterns", nargs="+", default=["random"], choices=["random", "sink", "tile"])
+    parser.add_argument("--trained", type=Path, help="a file of torch.save: int32 [t, g, k] ids of a trained model")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--output", type=Path, required=True, help="path without suffix")
     args = parser.parse_args()
     torch.manual_seed(0)
     header = {
         "GPU": torch.cuda.get_device_name(),
+        "date": datetime.date.today().isoformat(),
         "versions": f"torch {torch.__version__}, triton {triton.__version__}, cuDNN {torch.backends.cudnn.version()}",
-        "command": f"python -m msa_pretrain.scripts.bench_kernels --tokens {' '.join(map(str, args.tokens))}",
+        "command": f"python -m msa_pretrain.scripts.bench_kernels {' '.join(sys.argv[1:])}",
     }
     rows: list[dict[str, Any]] = []
     for num_heads, num_groups in HEAD_SHAPES:
-        error = Layer(CHECK_TOKENS, num_heads, num_groups).worst_error()
-        header[f"worst relative error {num_heads}/{num_groups}, {CHECK_TOKENS} tokens"] = f"{error:.2e}"
+        error = Layer(CHECK_TOKENS, num_heads, num_groups, torch.empty(0)).worst_error()
+        header[f"worst relative error {num_heads}/{num_groups}, {CHECK_TOKENS} tokens"] = f"{error:.2e}, correct"
         if not error < CHECK_LIMIT:
             raise SystemExit(f"relative error {error:.2e} is past {CHECK_LIMIT}: no timing of a wrong kernel.")
-        for num_tokens in args.tokens:
-            rows += bench(num_tokens, num_heads, num_groups, args.repeats)
-            print(f"{num_heads}/{num_groups} {num_tokens}: " + str({row["stage"]: row["ms"] for row in rows[-7:]}))
+        work = [(pattern, num_tokens) for num_tokens in args.tokens for pattern in args.patterns]
+        if args.trained:
+            saved = torch.load(args.trained, map_location=DEVICE)
+            saved = saved.repeat_interleave(-(-num_groups // saved.shape[1]), 1)[:, :num_groups]
+            work.append(("trained", len(saved)))
+        for pattern, num_tokens in work:
+            ids = saved if pattern == "trained" else selection(pattern, num_tokens, num_groups)
+            rows += bench(num_tokens, num_heads, num_groups, pattern, ids, args.repeats)
+            print(f"{num_heads}/{num_groups} {pattern} {num_tokens}: {[r for r in rows[-8:] if 'ratio' in str(r)]}")
+            print({row["stage"]: row.get("graph_ms", row["ms"]) for row in rows[-8:]}, flush=True)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.with_suffix(".json").write_text(json.dumps({"header": header, "rows": rows}, indent=1) + "\n")
     args.output.with_suffix(".md").write_text(markdown(header, rows))

@@ -73,7 +73,7 @@ class SparseAttentionWithKL(torch.autograd.Function):
             )
             kl += short_kl
             # each is 0 in the other's rows
-            index_grads = tuple(map(torch.add, index_grads, short_grads))
+            index_grads = index_grads[0] + short_grads[0], index_grads[1] + short_grads[1]
         loss.record(kl)
         return *grads, *index_grads, *[None] * 5
 
