@@ -7,9 +7,10 @@ from torch import Tensor
 from ..dense_causal_attention.library import backward_runs, check_head_dim, dense_tables, forward_runs
 from ..segments import Segments
 from ..triton_support import check_choice, check_triton, dot_precision, next_power_of_two, unit_stride
-from ..tuning import TileConfig, tile_config
+from ..tuning import TileConfig, longest_query_tile_document, tile_config
 from .backward_kernel import _delta_kernel, _dq_kernel, _sparse_attention_bwd_kernel, _sum_slots_kernel
 from .kernel import _block_stats_kernel, _combine_kernel, _sparse_attention_fwd_kernel
+from .query_tile_launch import query_tile_forward, query_tile_table
 from .reverse_index import ReverseIndex, build_reverse_index, document_tables
 
 QUERY_CHUNK = 16384
@@ -84,19 +85,34 @@ def _sparse_attention(
     block_table: Tensor,
     dense_table: Tensor,
     dense_borders: Tensor,
+    keys_query_table: Tensor,
+    keys_block_table: Tensor,
+    tile_table: Tensor,
     block_size: int,
     softmax_scale: float,
     query_chunk: int,
+    query_tile_up_to: int,
+    all_rows_valid: bool,
 ) -> tuple[Tensor, Tensor]:
-    """`query_table` and `block_table` are of the sparse documents, `dense_table` and `dense_borders` of the others."""
+    """`query_table` and `block_table` are of the sparse documents, `dense_table` and `dense_borders` of the others.
+
+    Forward takes the sparse documents of at most `query_tile_up_to` keys by query tiles (`tile_table`) and the others
+    keys outer (`keys_query_table` and `keys_block_table`). Backward takes all of them keys outer.
+    """
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-    if block_table.shape[0]:
-        sparse = (block_indices, query_table, block_table, block_size, softmax_scale, query_chunk)
+    if keys_block_table.shape[0]:
+        sparse = (block_indices, keys_query_table, keys_block_table, block_size, softmax_scale, query_chunk)
         _sparse_forward(output, lse, query, key, value, *sparse)
-    else:
+    elif not all_rows_valid:
         output.zero_()
         lse.fill_(-torch.inf)
+    if tile_table.shape[0]:
+        tile = tile_for("query_tile_fwd", query, key.shape[1])
+        query_tile_forward(
+            output, lse, query, key, value, block_indices, tile_table, tile,
+            block_size=block_size, softmax_scale=softmax_scale, num_keys=query_tile_up_to,
+        )  # fmt: skip
     forward_runs(output, lse, query, key, value, dense_table, dense_borders, softmax_scale)
     return output, lse
 
@@ -111,9 +127,14 @@ def _(
     block_table,
     dense_table,
     dense_borders,
+    keys_query_table,
+    keys_block_table,
+    tile_table,
     block_size,
     softmax_scale,
     query_chunk,
+    query_tile_up_to,
+    all_rows_valid,
 ):
     lse = query.new_empty(query.shape[:2], dtype=torch.float32)
     return torch.empty(query.shape, dtype=query.dtype, device=query.device), lse
@@ -401,16 +422,18 @@ def sum_slots(
 
 
 def _setup_context(ctx, inputs, output):
-    *tensors, ctx.block_size, ctx.softmax_scale, ctx.query_chunk = inputs
+    query, key, value, block_indices, query_table, block_table, dense_table, dense_borders, *_ = inputs
+    ctx.block_size, ctx.softmax_scale, ctx.query_chunk = inputs[11:14]
+    tables = (query_table, block_table, dense_table, dense_borders)
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(*tensors, *output)
+    ctx.save_for_backward(query, key, value, block_indices, *tables, *output)
 
 
 def _backward(ctx, grad_output, grad_lse):
     query, key, value, *tables, output, lse = ctx.saved_tensors
     sizes = (ctx.block_size, ctx.softmax_scale, ctx.query_chunk)
     grads = _sparse_attention_backward(grad_output, query, key, value, output, lse, *tables, *sizes)
-    return *grads, *[None] * 8
+    return *grads, *[None] * 13
 
 
 _sparse_attention.register_autograd(_backward, setup_context=_setup_context)
@@ -427,14 +450,26 @@ def sparse_attention_triton(
     softmax_scale: float,
     dense_up_to: int = 0,
     query_chunk: int = QUERY_CHUNK,
+    query_tile_up_to: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `sparse_attention`. `query_chunk` bounds the memory of partial results and changes no output bit."""
+    """See `sparse_attention`. `query_chunk` bounds the memory of partial results and changes no output bit.
+
+    Forward takes documents of at most `query_tile_up_to` keys (those of `dense_up_to` apart) by query tiles; by default
+    the length up to which `tuning` has them faster.
+    """
     check_triton("sparse_attention", query)
     check_supported("sparse_attention", query, key, block_indices, block_size)
+    num_groups, device = key.shape[1], query.device
+    heads = query.shape[1] // num_groups
+    if query_tile_up_to is None:
+        query_tile_up_to = longest_query_tile_document(device, heads_per_group=heads, itemsize=query.dtype.itemsize)
     short, long = segments.split_at(dense_up_to)
+    by_tile, by_key = long.split_at(query_tile_up_to)
     if short.num_valid_rows:
         check_head_dim(query)
-    tables = (*document_tables(long, block_size, query.device), *dense_tables(short, query.device))
+    tables = (*document_tables(long, block_size, device), *dense_tables(short, device))
+    tile_table = query_tile_table(by_tile, tile_for("query_tile_fwd", query, num_groups), heads, device)
     return torch.ops.msa_pretrain.sparse_attention(
-        query, key, value, block_indices, *tables, block_size, softmax_scale, query_chunk
-    )
+        query, key, value, block_indices, *tables, *document_tables(by_key, block_size, device), tile_table,
+        block_size, softmax_scale, query_chunk, query_tile_up_to, segments.num_valid_rows == segments.num_queries,
+    )  # fmt: skip
