@@ -56,9 +56,14 @@ TABLE: dict[tuple[str, str, int, int, int], TileConfig] = {
     ("sparse_attention_bwd", "any", 0, 0, 2): TileConfig(64, 512, num_warps=8, num_stages=1),
     ("sparse_attention_bwd", "any", 0, 0, 4): TileConfig(16, 512, num_warps=8, num_stages=1),
     ("sparse_attention_bwd", INTERPRETER, 0, 0, 0): TileConfig(64, 64, num_warps=4, num_stages=1),
+    # Queries outer. Rows: queries x heads of a tile; columns: keys of one step, at most a block.
+    ("query_tile_fwd", "sm90", 0, 0, 2): TileConfig(128, 64, num_warps=8, num_stages=2),
+    ("query_tile_fwd", "any", 0, 0, 2): TileConfig(64, 64, num_warps=4, num_stages=2),
+    ("query_tile_fwd", "any", 0, 0, 4): TileConfig(16, 64, num_warps=4, num_stages=1),
+    ("query_tile_fwd", INTERPRETER, 0, 0, 0): TileConfig(128, 64, num_warps=4, num_stages=1),
     # Rows: rows of the reverse index in one program; columns: pairs in one program.
     ("reverse_index", "any", 0, 0, 0): TileConfig(128, 1024, num_warps=4, num_stages=1),
-    ("reverse_index", INTERPRETER, 0, 0, 0): TileConfig(16, 8192, num_warps=4, num_stages=1),
+    ("reverse_index", INTERPRETER, 0, 0, 0): TileConfig(64, 8192, num_warps=4, num_stages=1),
     # Rows: (query, head) rows of one program.
     ("combine_slots", "any", 0, 0, 0): TileConfig(16, 0, num_warps=4, num_stages=1),
     ("combine_slots", INTERPRETER, 0, 0, 0): TileConfig(256, 0, num_warps=4, num_stages=1),
@@ -78,6 +83,13 @@ TABLE: dict[tuple[str, str, int, int, int], TileConfig] = {
     ("sparse_kl_read", INTERPRETER, 0, 0, 0): TileConfig(64, 0, num_warps=4, num_stages=1),
     ("kl_rows", "any", 0, 0, 0): TileConfig(32, 0, num_warps=4, num_stages=1),
     ("kl_rows", INTERPRETER, 0, 0, 0): TileConfig(256, 0, num_warps=4, num_stages=1),
+}
+
+# (architecture, n/g, bytes of an element): documents of up to so many keys are faster by query tiles than keys outer in
+# the forward of block-sparse attention. What is not here always goes keys outer.
+QUERY_TILE_UP_TO: dict[tuple[str, int, int], int] = {
+    ("sm90", 16, 2): 8192,
+    ("sm90", 6, 2): 8192,
 }
 
 
@@ -110,3 +122,8 @@ def tile_config(op: str, device: torch.device, *, head_dim: int, heads_per_group
         if key in TABLE:
             return TABLE[key]
     raise KeyError(f"tuning.TABLE has no entry for {keys[0]}")
+
+
+def longest_query_tile_document(device: torch.device, *, heads_per_group: int, itemsize: int) -> int:
+    """Keys of the longest document that block-sparse attention takes by query tiles; 0 for none."""
+    return QUERY_TILE_UP_TO.get((architecture(device), heads_per_group, itemsize), 0)

@@ -7,6 +7,7 @@ from torch import Tensor
 from ..dense_causal_attention.library import backward_runs, check_head_dim, dense_tables, forward_runs
 from ..segments import Segments
 from ..triton_support import check_triton, dot_precision, next_power_of_two, unit_stride
+from ..tuning import longest_query_tile_document
 from .backward_launch import OnTeacher, sparse_backward
 from .kernel import _combine_kernel, _sparse_attention_fwd_kernel
 from .launch_support import (
@@ -18,6 +19,7 @@ from .launch_support import (
     tile_for,
     value_sizes,
 )
+from .query_tile_launch import query_tile_forward, query_tile_table
 from .reverse_index import build_reverse_index, document_tables
 
 
@@ -31,19 +33,34 @@ def _sparse_attention(
     block_table: Tensor,
     dense_table: Tensor,
     dense_borders: Tensor,
+    keys_query_table: Tensor,
+    keys_block_table: Tensor,
+    tile_table: Tensor,
     block_size: int,
     softmax_scale: float,
     query_chunk: int,
+    query_tile_up_to: int,
+    all_rows_valid: bool,
 ) -> tuple[Tensor, Tensor]:
-    """`query_table` and `block_table` are of the sparse documents, `dense_table` and `dense_borders` of the others."""
+    """`query_table` and `block_table` are of the sparse documents, `dense_table` and `dense_borders` of the others.
+
+    Forward takes the sparse documents of at most `query_tile_up_to` keys by query tiles (`tile_table`) and the others
+    keys outer (`keys_query_table` and `keys_block_table`). Backward takes all of them keys outer.
+    """
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-    if block_table.shape[0]:
-        sparse = (block_indices, query_table, block_table, block_size, softmax_scale, query_chunk)
+    if keys_block_table.shape[0]:
+        sparse = (block_indices, keys_query_table, keys_block_table, block_size, softmax_scale, query_chunk)
         _sparse_forward(output, lse, query, key, value, *sparse)
-    else:
+    elif not all_rows_valid:
         output.zero_()
         lse.fill_(-torch.inf)
+    if tile_table.shape[0]:
+        tile = tile_for("query_tile_fwd", query, key.shape[1])
+        query_tile_forward(
+            output, lse, query, key, value, block_indices, tile_table, tile,
+            block_size=block_size, softmax_scale=softmax_scale, num_keys=query_tile_up_to,
+        )  # fmt: skip
     forward_runs(output, lse, query, key, value, dense_table, dense_borders, softmax_scale)
     return output, lse
 
@@ -58,9 +75,14 @@ def _(
     block_table,
     dense_table,
     dense_borders,
+    keys_query_table,
+    keys_block_table,
+    tile_table,
     block_size,
     softmax_scale,
     query_chunk,
+    query_tile_up_to,
+    all_rows_valid,
 ):
     lse = query.new_empty(query.shape[:2], dtype=torch.float32)
     return torch.empty(query.shape, dtype=query.dtype, device=query.device), lse
@@ -225,16 +247,18 @@ def _(
 
 
 def _setup_context(ctx, inputs, output):
-    *tensors, ctx.block_size, ctx.softmax_scale, ctx.query_chunk = inputs
+    query, key, value, block_indices, query_table, block_table, dense_table, dense_borders, *_ = inputs
+    ctx.block_size, ctx.softmax_scale, ctx.query_chunk = inputs[11:14]
+    tables = (query_table, block_table, dense_table, dense_borders)
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(*tensors, *output)
+    ctx.save_for_backward(query, key, value, block_indices, *tables, *output)
 
 
 def _backward(ctx, grad_output, grad_lse):
     query, key, value, *tables, output, lse = ctx.saved_tensors
     sizes = (ctx.block_size, ctx.softmax_scale, ctx.query_chunk)
     grads = _sparse_attention_backward(grad_output, query, key, value, output, lse, *tables, *sizes)
-    return *grads, *[None] * 8
+    return *grads, *[None] * 13
 
 
 _sparse_attention.register_autograd(_backward, setup_context=_setup_context)
@@ -251,14 +275,26 @@ def sparse_attention_triton(
     softmax_scale: float,
     dense_up_to: int = 0,
     query_chunk: int = QUERY_CHUNK,
+    query_tile_up_to: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `sparse_attention`. `query_chunk` bounds the memory of partial results and changes no output bit."""
+    """See `sparse_attention`. `query_chunk` bounds the memory of partial results and changes no output bit.
+
+    Forward takes documents of at most `query_tile_up_to` keys (those of `dense_up_to` apart) by query tiles; by default
+    the length up to which `tuning` has them faster.
+    """
     check_triton("sparse_attention", query)
     check_supported("sparse_attention", query, key, block_indices, block_size)
+    num_groups, device = key.shape[1], query.device
+    heads = query.shape[1] // num_groups
+    if query_tile_up_to is None:
+        query_tile_up_to = longest_query_tile_document(device, heads_per_group=heads, itemsize=query.dtype.itemsize)
     short, long = segments.split_at(dense_up_to)
+    by_tile, by_key = long.split_at(query_tile_up_to)
     if short.num_valid_rows:
         check_head_dim(query)
-    tables = (*document_tables(long, block_size, query.device), *dense_tables(short, query.device))
+    tables = (*document_tables(long, block_size, device), *dense_tables(short, device))
+    tile_table = query_tile_table(by_tile, tile_for("query_tile_fwd", query, num_groups), heads, device)
     return torch.ops.msa_pretrain.sparse_attention(
-        query, key, value, block_indices, *tables, block_size, softmax_scale, query_chunk
-    )
+        query, key, value, block_indices, *tables, *document_tables(by_key, block_size, device), tile_table,
+        block_size, softmax_scale, query_chunk, query_tile_up_to, segments.num_valid_rows == segments.num_queries,
+    )  # fmt: skip

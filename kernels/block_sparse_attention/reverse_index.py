@@ -23,6 +23,9 @@ from ..segments import Segments
 from ..tuning import tile_config
 from .reverse_index_kernel import _find_rows_kernel, _number_items_kernel, _pair_keys_kernel
 
+MAX_SHORT_KEY = 2**15 - 1
+"""Keys up to this have 16 bits (64K tokens of 4 groups): the sort takes a step for each byte."""
+
 SUMMED_TILES = 1024
 """Tiles of rows whose numbers of items are added in one step."""
 
@@ -121,8 +124,7 @@ def build_reverse_index(
     def new(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=device)
 
-    # The sort takes a step for each byte of a key: 16 bits are enough up to 64K tokens of 4 groups.
-    key = torch.empty(num_pairs, dtype=torch.int16 if 2 * num_rows < 2**15 else torch.int32, device=device)
+    key = torch.empty(num_pairs, dtype=torch.int16 if 2 * num_rows <= MAX_SHORT_KEY else torch.int32, device=device)
     copies = triton.cdiv(num_pairs, tile.columns)
     _pair_keys_kernel[(copies,)](
         block_indices, query_table, key, num_pairs, num_blocks, num_rows, query_chunk, *block_indices.stride(),

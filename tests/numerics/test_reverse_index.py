@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from msa_pretrain.kernels import Segments
+from msa_pretrain.kernels.block_sparse_attention import reverse_index
 from msa_pretrain.kernels.block_sparse_attention.reverse_index import build_reverse_index, document_tables
+from msa_pretrain.kernels.tuning import TileConfig
 
 CPU = torch.device("cpu")
 
@@ -76,9 +78,15 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("query_chunk, item_queries", [(25, 4), (1000, 7), (64, 512)])
-@pytest.mark.parametrize("layout", list(LAYOUTS))
-def test_every_number_is_that_of_the_definition(layout, query_chunk, item_queries):
+@pytest.mark.parametrize(
+    "layout, query_chunk, item_queries, max_short_key",
+    [("packed", 60, 4, 2**15), ("packed", 1000, 7, 0), ("fragments", 40, 4, 0), ("one", 1000, 512, 2**15)],
+)
+def test_every_number_is_that_of_the_definition(layout, query_chunk, item_queries, max_short_key, monkeypatch):
+    """Several programs a chunk, keys of 16 and of 32 bits."""
+    monkeypatch.setattr(reverse_index, "tile_config", lambda *_, **__: TileConfig(8, 256, num_warps=4, num_stages=1))
+    monkeypatch.setattr(reverse_index, "SUMMED_TILES", 4)
+    monkeypatch.setattr(reverse_index, "MAX_SHORT_KEY", max_short_key)
     segments = LAYOUTS[layout]
     ids = random_ids(segments, 2, 16, 3)
     query_table, block_table = document_tables(segments, 16, CPU)
@@ -95,22 +103,6 @@ def test_every_number_is_that_of_the_definition(layout, query_chunk, item_querie
     assert index.chunk_item.diff().max() <= index.max_items and index.num_chunks == math.ceil(len(ids) / query_chunk)
     per_row = index.row_item.diff().view(index.num_chunks, -1)
     assert torch.where(per_row > 1, per_row, 0).sum(1).max() <= index.max_slots
-
-
-def test_keys_of_16_and_of_32_bits_give_the_same_rows():
-    """With 8,250 blocks a group instead of 3, of which none but the first 3 are kept, keys go past 2^15."""
-    segments = Segments.from_cu_seqlens([0, 40])
-    ids = random_ids(segments, 2, 16, 3)
-    query_table, block_table = document_tables(segments, 16, CPU)
-    sizes = {"block_size": 16, "query_chunk": 1000, "item_queries": 4}
-    small, large = (build_reverse_index(ids, query_table, blocks, **sizes) for blocks in (len(block_table), 8250))
-    count = int(small.row_start[-1])
-    assert count == large.row_start[-1] > 0
-    assert torch.equal(small.pairs[:count], large.pairs[:count])
-    for group in range(2):
-        rows = large.row_start[8250 * group :][:4]
-        assert torch.equal(rows, small.row_start[3 * group :][:4])
-    assert large.chunk_item.tolist() == small.chunk_item.tolist()
 
 
 def test_more_pairs_than_32_bits_count_is_refused():

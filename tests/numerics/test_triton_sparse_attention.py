@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from msa_pretrain.kernels import Segments, dense_attention, sparse_attention
+from msa_pretrain.kernels.block_sparse_attention import launch
 from msa_pretrain.kernels.block_sparse_attention.launch import sparse_attention_triton
 from msa_pretrain.kernels.block_sparse_attention.reverse_index import document_tables
 from msa_pretrain.kernels.dense_causal_attention.library import dense_tables
@@ -58,11 +59,15 @@ def run(function, x):
     return dict(zip(("output", "lse", "d_query", "d_key", "d_value"), (output.detach(), lse, *gradients), strict=True))
 
 
-def triton_op(ids, segments, block_size, query_chunk=16384, scale=None):
+QUERY_TILES = 10**6
+"""A limit that no document is past: all take the query tiles in forward."""
+
+
+def triton_op(ids, segments, block_size, query_chunk=16384, scale=None, dense_up_to=0, query_tile_up_to=0):
     def attend(query, key, value):
         return sparse_attention_triton(
-            query, key, value, ids, segments, block_size=block_size,
-            softmax_scale=scale or query.shape[2] ** -0.5, query_chunk=query_chunk,
+            query, key, value, ids, segments, block_size=block_size, dense_up_to=dense_up_to,
+            softmax_scale=scale or query.shape[2] ** -0.5, query_chunk=query_chunk, query_tile_up_to=query_tile_up_to,
         )  # fmt: skip
 
     return attend
@@ -131,22 +136,27 @@ SHAPES = {
 
 # The floor, of the largest number, is a few roundings of fp32: the lse and fp32 sums go in another order.
 @pytest.mark.parametrize(
-    "shape, kind, layout, dtype",
+    "shape, kind, layout, dtype, query_tile_up_to",
     [
-        ("heads16", "random", PACKED, torch.float16),
-        ("heads6", "offset", FRAGMENTS, torch.float16),
-        ("heads6", "blocks", FRAGMENTS, torch.float32),
-        ("heads1", "blocks", FRAGMENTS, torch.float16),
-        ("heads5", "offset", PACKED, torch.float32),
-        ("wide", "random", PACKED, torch.float16),
+        ("heads16", "random", PACKED, torch.float16, 0),
+        ("heads6", "offset", FRAGMENTS, torch.float16, 0),
+        ("heads6", "blocks", FRAGMENTS, torch.float32, 0),
+        ("heads1", "blocks", FRAGMENTS, torch.float16, 0),
+        ("heads5", "offset", PACKED, torch.float32, 0),
+        ("wide", "random", PACKED, torch.float16, 0),
+        ("heads16", "random", FRAGMENTS, torch.float16, QUERY_TILES),
+        ("heads6", "blocks", FRAGMENTS, torch.float32, QUERY_TILES),
+        ("heads6", "offset", PACKED, torch.float16, QUERY_TILES),
+        ("heads1", "blocks", PACKED, torch.float16, QUERY_TILES),
+        ("wide", "random", PACKED, torch.float32, QUERY_TILES),
     ],
     ids=lambda value: "" if isinstance(value, Segments) else str(value),
 )
-def test_error_is_at_most_twice_that_of_plain_pytorch(shape, kind, layout, dtype):
+def test_error_is_at_most_twice_that_of_plain_pytorch(shape, kind, layout, dtype, query_tile_up_to):
     g, heads, d, block_size, k, query_chunk = SHAPES[shape]
     x = inputs(layout, n=g * heads, g=g, d=d, dtype=dtype, kind=kind, block_size=block_size)
     ids = random_ids(layout, g, block_size, k)
-    actual = run(triton_op(ids, layout, block_size, query_chunk), x)
+    actual = run(triton_op(ids, layout, block_size, query_chunk, query_tile_up_to=query_tile_up_to), x)
     same = run(eager_op(ids, layout, block_size), x)
     truth = run(reference_op(ids, layout, block_size), as_double(x))
     assert actual["output"].dtype == dtype and actual["lse"].dtype == torch.float32
@@ -175,31 +185,48 @@ def test_all_blocks_equal_dense_and_one_block_is_block_diagonal():
 
 
 @pytest.mark.parametrize("layout", ["documents", "nested ranges"])
-def test_the_dense_route_changes_no_result(layout):
-    """Documents on both sides of k * l = 32 tokens, padding, and nested ranges of one document on both routes."""
-    segments = Segments.from_cu_seqlens([0, 31, 63, 63, 96, 97, 162], 164)
+def test_a_route_changes_no_result(layout):
+    """Documents on both sides of k * l = 32 and of 64 tokens, padding; nested ranges of one document on all routes."""
+    segments = Segments.from_cu_seqlens([0, 31, 63, 63, 96, 97, 161, 226], 228)
     if layout == "nested ranges":
-        segments = Segments(((20, 20, 2, 70), (0, 18, 2, 30), (41, 5, 80, 5)), 47, 90)
+        segments = Segments(((20, 20, 2, 70), (41, 12, 2, 50), (0, 18, 2, 30), (53, 5, 80, 5)), 59, 90)
     x = inputs(segments, n=6, g=2, d=16, dtype=torch.float32)
     ids = random_ids(segments, 2, 16, 2)
 
-    def routed(dense_up_to):
-        return run(
-            lambda *qkv: sparse_attention(
-                *qkv, ids, segments, block_size=16, dense_up_to=dense_up_to, backend="triton"
-            ),
-            x,
-        )
+    def routed(dense_up_to, query_tile_up_to):
+        return run(triton_op(ids, segments, 16, dense_up_to=dense_up_to, query_tile_up_to=query_tile_up_to), x)
 
-    sparse, mixed = routed(0), routed(32)
-    for name, expected in sparse.items():
-        torch.testing.assert_close(mixed[name], expected, rtol=0, atol=3e-6, msg=lambda m, n=name: f"{n}: {m}")
-    if layout == "documents":
-        # Nested ranges share tiles, and in the interpreter a product depends on a row's place in its tile.
-        long = segments.split_at(32)[1].query_mask("cpu")
-        for name in ("output", "lse", "d_query"):
-            assert torch.equal(mixed[name][long], sparse[name][long]), name
-    assert_same_bits(routed(32), mixed)
+    sparse = routed(0, 0)
+    for limits in ((32, 0), (0, 64), (32, 64), (0, QUERY_TILES)):
+        mixed = routed(*limits)
+        for name, expected in sparse.items():
+            torch.testing.assert_close(
+                mixed[name], expected, rtol=0, atol=3e-6, msg=lambda m, at=(limits, name): f"{at}: {m}"
+            )
+        if layout == "documents":
+            # Nested ranges share tiles, and in the interpreter a product depends on a row's place in its tile.
+            long = segments.split_at(max(limits))[1].query_mask("cpu")
+            for name in ("output", "lse"):
+                assert torch.equal(mixed[name][long], sparse[name][long]), name
+            long = segments.split_at(limits[0])[1].query_mask("cpu")
+            assert limits[1] or torch.equal(mixed["d_query"][long], sparse["d_query"][long])
+        assert_same_bits(routed(*limits), mixed)
+
+
+def test_documents_of_a_route_that_is_not_taken_cost_nothing(monkeypatch):
+    """Each document goes through one forward: a route without documents launches nothing."""
+    taken = []
+    for name in ("_sparse_forward", "query_tile_forward"):
+        function = getattr(launch, name)
+        monkeypatch.setattr(launch, name, lambda *a, f=function, n=name, **k: (taken.append(n), f(*a, **k)))
+    segments = Segments.from_cu_seqlens([0, 40, 60])
+    x = inputs(segments, n=2, g=1, d=16, dtype=torch.float32)
+    ids = random_ids(segments, 1, 16, 2)
+    expected = {0: ["_sparse_forward"], 20: ["_sparse_forward", "query_tile_forward"], 40: ["query_tile_forward"]}
+    for limit, names in expected.items():
+        taken.clear()
+        triton_op(ids, segments, 16, query_tile_up_to=limit)(x.query, x.key, x.value)
+        assert taken == names, limit
 
 
 def test_dense_route_longer_than_the_kept_blocks_is_refused():
@@ -210,12 +237,13 @@ def test_dense_route_longer_than_the_kept_blocks_is_refused():
         sparse_attention(x.query, x.key, x.value, ids, segments, block_size=16, dense_up_to=33)
 
 
-def test_views_strides_and_expanded_gradients_change_no_bit():
+@pytest.mark.parametrize("query_tile_up_to", [0, QUERY_TILES])
+def test_views_strides_and_expanded_gradients_change_no_bit(query_tile_up_to):
     """Slices of one fused tensor, a transposed query, a gradient with stride 0; three runs, so also determinism."""
     segments = Segments.from_cu_seqlens([0, 37])
     ids = random_ids(segments, 2, 16, 2)
     fused = torch.randn(37, 3, 4, 16, generator=torch.Generator().manual_seed(1))
-    attend = triton_op(ids, segments, 16, 20)
+    attend = triton_op(ids, segments, 16, 20, query_tile_up_to=query_tile_up_to)
 
     def results(query, key, value, grad):
         x = SimpleNamespace(query=query, key=key, value=value, grad=grad)
@@ -232,8 +260,8 @@ def test_views_strides_and_expanded_gradients_change_no_bit():
     assert_same_bits(strided, plain)
 
 
-@pytest.mark.parametrize("poison", [math.nan, 1e30])
-def test_padding_and_blocks_that_nobody_kept_are_never_read(poison):
+@pytest.mark.parametrize("poison, query_tile_up_to", [(math.nan, 0), (1e30, 0), (math.nan, 20), (1e30, QUERY_TILES)])
+def test_padding_and_blocks_that_nobody_kept_are_never_read(poison, query_tile_up_to):
     segments = Segments(((0, 40, 2, 40), (41, 8, 60, 8)), 52, 70)
     ids = random_ids(segments, 1, 16, 2)
     ids[:40][ids[:40] == 1] = -1
@@ -247,7 +275,7 @@ def test_padding_and_blocks_that_nobody_kept_are_never_read(poison):
             x.key[rows] = x.value[rows] = fill
             for padding in (slice(40, 41), slice(49, 52)):
                 x.query[padding] = x.grad[padding] = fill
-    attend = triton_op(ids, segments, 16, 24)
+    attend = triton_op(ids, segments, 16, 24, query_tile_up_to=query_tile_up_to)
     expected, actual = run(attend, clean), run(attend, dirty)
     assert_same_bits(actual, expected)
     assert (actual["d_key"][rows] == 0).all() and (actual["lse"][40] == -math.inf).all()
@@ -274,7 +302,8 @@ def test_opcheck():
     short, long = segments.split_at(16)
     cpu = torch.device("cpu")
     tables = (*document_tables(long, 16, cpu), *dense_tables(short, cpu))
-    arguments = (x.query, x.key, x.value, ids, *tables, 16, 0.25, 16384)
+    forward_tables = (*document_tables(long, 16, cpu), torch.empty(0, 4, dtype=torch.int64))
+    arguments = (x.query, x.key, x.value, ids, *tables, *forward_tables, 16, 0.25, 16384, 0, False)
     torch.library.opcheck(torch.ops.msa_pretrain.sparse_attention.default, arguments)
 
 
