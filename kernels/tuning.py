@@ -30,7 +30,7 @@ TABLE: dict[tuple[str, str, int, int, int], TileConfig] = {
     ("rank_blocks", "any", 0, 0, 0): TileConfig(8, 32, num_warps=1, num_stages=1),
     ("rank_blocks", INTERPRETER, 0, 0, 0): TileConfig(128, 64, num_warps=4, num_stages=1),
     # Rows gathered at once; columns: rows of one work item.
-    ("kept_lse", "any", 0, 0, 2): TileConfig(64, 512, num_warps=4, num_stages=2),
+    ("kept_lse", "any", 0, 0, 2): TileConfig(128, 512, num_warps=4, num_stages=3),
     ("kept_lse", "any", 0, 0, 4): TileConfig(32, 512, num_warps=4, num_stages=1),
     ("kept_lse", INTERPRETER, 0, 0, 0): TileConfig(64, 128, num_warps=4, num_stages=1),
     # Decoding: columns are blocks of one program, in the scan of the index keys and in the ranking.
@@ -57,7 +57,7 @@ TABLE: dict[tuple[str, str, int, int, int], TileConfig] = {
     ("sparse_attention_bwd", "any", 0, 0, 4): TileConfig(16, 512, num_warps=8, num_stages=1),
     ("sparse_attention_bwd", INTERPRETER, 0, 0, 0): TileConfig(64, 64, num_warps=4, num_stages=1),
     # Queries outer. Rows: queries x heads of a tile; columns: keys of one step, at most a block.
-    ("query_tile_fwd", "sm90", 0, 0, 2): TileConfig(128, 64, num_warps=8, num_stages=2),
+    ("query_tile_fwd", "sm90", 0, 0, 2): TileConfig(64, 64, num_warps=4, num_stages=3),
     ("query_tile_fwd", "any", 0, 0, 2): TileConfig(64, 64, num_warps=4, num_stages=2),
     ("query_tile_fwd", "any", 0, 0, 4): TileConfig(16, 64, num_warps=4, num_stages=1),
     ("query_tile_fwd", INTERPRETER, 0, 0, 0): TileConfig(128, 64, num_warps=4, num_stages=1),
@@ -89,7 +89,7 @@ TABLE: dict[tuple[str, str, int, int, int], TileConfig] = {
 # the forward of block-sparse attention. What is not here always goes keys outer.
 QUERY_TILE_UP_TO: dict[tuple[str, int, int], int] = {
     ("sm90", 16, 2): 8192,
-    ("sm90", 6, 2): 8192,
+    ("sm90", 6, 2): 6144,
 }
 
 
