@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ..block_sparse_attention.backward_kernel import TEACHER_UNIT, add_or_put, kept_blocks, slot_unit
-from ..block_sparse_attention.kernel import find_item, head_rows, load_block, mask_end, pair_rows
+from ..block_sparse_attention.kernel import find_item, head_rows, load_block, pair_rows
 
 
 @triton.jit
@@ -259,55 +259,46 @@ def _sparse_kl_bwd_kernel(
         centred = load_block(centred_ptr, first_key, num_keys, 0, INDEX_DIM, 0, BLOCK_SIZE, INDEX_DIM)
         dk = tl.zeros((BLOCK_SIZE, INDEX_DIM), dtype=tl.float32)
         offs_k = tl.arange(0, BLOCK_SIZE)
-        # Tiles with queries of this block, which need the causal mask, then the others.
-        split = mask_end(start, end, local_end, ROWS)
-        for part in tl.static_range(2):
-            first = start if part == 0 else split
-            last = tl.minimum(split, end) if part == 0 else end
-            # A tile's pairs are read one tile ahead, as all its other reads wait for them.
-            next_real, next_pair, _head = pair_rows(pairs_ptr, first, end, 1, 1, ROWS)
-            for number in tl.range(first, last, ROWS, num_stages=STAGES if SAVED_TEACHER else 1):
-                is_real = next_real
-                pair = next_pair
-                next_real, next_pair, _head = pair_rows(pairs_ptr, number + ROWS, end, 1, 1, ROWS)
-                query_row = (pair // (NUM_GROUPS * NUM_SELECTED)).to(tl.int64)
-                place = (pair - first_pair).to(tl.int64)
-                # [ROWS, BLOCK_SIZE]
-                if SAVED_TEACHER:
-                    address = teacher_ptr + place[:, None] * BLOCK_SIZE + offs_k[None, :]
-                    saved = tl.load(address, mask=is_real[:, None], other=0.0)
-                    teacher = saved.to(tl.float32) * TEACHER_UNIT
-                else:
-                    teacher = teacher_tile(
-                        query_ptr, lse_ptr, key, query_row, group, is_real, stride_qt, stride_qn, scale_log2,
-                        NUM_GROUPS, HEADS, HEAD_DIM, BLOCK_SIZE, ROWS, PRECISION, STAGES,
-                    )  # fmt: skip
-                index_query = tl.load(index_query_ptr + (query_row * stride_iqt + group * stride_iqg)[:, None] + offs_i)
-                scores = tl.dot(index_query, tl.trans(index_key), input_precision=INDEX_PRECISION) * index_scale_log2
-                row_place = query_row * NUM_GROUPS + group
-                index_lse = tl.load(index_lse_ptr + row_place, mask=is_real, other=float("inf")) * 1.4426950408889634
-                weight = tl.load(weight_ptr + row_place)
-                log_student = scores - index_lse[:, None]
-                difference = tl.exp2(log_student) - teacher
-                if part == 0:
-                    last_key = tl.load(query_table_ptr + query_row * 3 + 2)
-                    difference = tl.where((first_key + offs_k)[None, :] <= last_key[:, None], difference, 0.0)
-                if SAVED_TEACHER:
-                    log_ratio = tl.log2(tl.maximum(teacher, 1e-37)) - log_student
-                    kl = tl.sum(tl.where(teacher > 0.0, teacher * log_ratio, 0.0), 1) * 0.6931471805599453
-                    tl.store(slot_kl_ptr + pair, kl, mask=is_real)
-                weighted = (difference * weight[:, None]).to(index_query.dtype)
-                dk += tl.dot(tl.trans(weighted), index_query, input_precision=INDEX_PRECISION)
-                # Weights that differ by orders would cost the row's own dQ bits.
-                difference = difference.to(index_query.dtype)
-                dq = tl.dot(difference, centred, input_precision=INDEX_PRECISION)
-                dq *= (1.0 / tl.load(unit_ptr + row_place))[:, None]
-                tl.store(
-                    dq_partial_ptr + place[:, None] * INDEX_DIM + offs_i,
-                    dq.to(dq_partial_ptr.dtype.element_ty),
-                    mask=is_real[:, None],
-                    cache_modifier=".cs",
-                )
+        for i in tl.range(start, end, ROWS, num_stages=STAGES if SAVED_TEACHER else 1):
+            is_real, pair, _head = pair_rows(pairs_ptr, i, end, 1, 1, ROWS)
+            query_row = (pair // (NUM_GROUPS * NUM_SELECTED)).to(tl.int64)
+            place = (pair - first_pair).to(tl.int64)
+            # [ROWS, BLOCK_SIZE]
+            if SAVED_TEACHER:
+                address = teacher_ptr + place[:, None] * BLOCK_SIZE + offs_k[None, :]
+                saved = tl.load(address, mask=is_real[:, None], other=0.0)
+                teacher = saved.to(tl.float32) * TEACHER_UNIT
+            else:
+                teacher = teacher_tile(
+                    query_ptr, lse_ptr, key, query_row, group, is_real, stride_qt, stride_qn, scale_log2,
+                    NUM_GROUPS, HEADS, HEAD_DIM, BLOCK_SIZE, ROWS, PRECISION, STAGES,
+                )  # fmt: skip
+            index_query = tl.load(index_query_ptr + (query_row * stride_iqt + group * stride_iqg)[:, None] + offs_i)
+            scores = tl.dot(index_query, tl.trans(index_key), input_precision=INDEX_PRECISION) * index_scale_log2
+            row_place = query_row * NUM_GROUPS + group
+            index_lse = tl.load(index_lse_ptr + row_place, mask=is_real, other=float("inf")) * 1.4426950408889634
+            weight = tl.load(weight_ptr + row_place)
+            log_student = scores - index_lse[:, None]
+            difference = tl.exp2(log_student) - teacher
+            if i < local_end:
+                last_key = tl.load(query_table_ptr + query_row * 3 + 2)
+                difference = tl.where((first_key + offs_k)[None, :] <= last_key[:, None], difference, 0.0)
+            if SAVED_TEACHER:
+                log_ratio = tl.log2(tl.maximum(teacher, 1e-37)) - log_student
+                kl = tl.sum(tl.where(teacher > 0.0, teacher * log_ratio, 0.0), 1) * 0.6931471805599453
+                tl.store(slot_kl_ptr + pair, kl, mask=is_real)
+            weighted = (difference * weight[:, None]).to(index_query.dtype)
+            dk += tl.dot(tl.trans(weighted), index_query, input_precision=INDEX_PRECISION)
+            # Weights that differ by orders would cost the row's own dQ bits.
+            difference = difference.to(index_query.dtype)
+            dq = tl.dot(difference, centred, input_precision=INDEX_PRECISION)
+            dq *= (1.0 / tl.load(unit_ptr + row_place))[:, None]
+            tl.store(
+                dq_partial_ptr + place[:, None] * INDEX_DIM + offs_i,
+                dq.to(dq_partial_ptr.dtype.element_ty),
+                mask=is_real[:, None],
+                cache_modifier=".cs",
+            )
         first_item = tl.load(row_item_ptr + row)
         is_only = tl.load(row_item_ptr + row + 1) - first_item == 1
         slot = tl.load(row_slot_ptr + row) + item - first_item

@@ -16,9 +16,9 @@ from .stages import Held
 QUERY_CHUNK = 16384
 SCORE_BUFFER_BYTES = 4 * 2**30
 
-# Building the reverse index, one stable sort of (row, pair): docs/results/sparse_kernels.json, stage reverse_index,
-# is 42.6 bytes a pair at its peak for both head shapes; the index that stays has 4.
-REVERSE_INDEX_PEAK, REVERSE_INDEX = 42.6, 4
+# Building the reverse index, one stable sort of (row, pair): docs/results/kernels_run1.json, stage reverse_index, is
+# 36.4 bytes a pair at its peak for both head shapes at 128K tokens; the index that stays has 4.
+REVERSE_INDEX_PEAK, REVERSE_INDEX = 36.4, 4
 
 STREAMING_MULTIPROCESSORS = 132
 """Of H100 and H200; FlashAttention-2's deterministic backward keeps a partial dQ for each share of them."""
@@ -41,15 +41,40 @@ def sparse_forward(a: Activations) -> float:
 
 
 def sparse_backward(a: Activations) -> float:
-    """dQ; dK and dV in fp32 and their casts; delta and two sizes a row; dQ slots of a chunk; dK, dV slots."""
+    """Gradients, then the slots of a chunk of queries; the indexer's KL is made chunk by chunk beside them.
+
+    dQ; dK and dV in fp32; keys without what they have in common; delta and unit of a row. Slots of dQ, dK and dV, and
+    after them the casts of dK and dV.
+    """
     heads, groups = a.heads
     attention, dim = a.spec.attention, a.spec.model.head_dim
     kept, tokens, keys = attention.top_k, a.tokens, a.tokens * a.spec.parallel.context
-    chunk = min(QUERY_CHUNK, tokens)
-    slots = max(1, 2 * chunk * groups * kept // item_queries("sparse_attention_bwd", a))
-    gradients = a.itemsize * tokens * heads * dim + 2 * (4 + a.itemsize) * keys * groups * dim + 12 * tokens * heads
-    partial = chunk * heads * kept * (a.itemsize * dim + 8) + 2 * slots * attention.block_size * dim * 4
-    return gradients + max(REVERSE_INDEX_PEAK * tokens * groups * kept, partial)
+    gradients = a.itemsize * tokens * heads * dim + (8 + a.itemsize) * keys * groups * dim + 8 * tokens * heads
+    slots = 2 * _slots(a) * attention.block_size * dim * 4
+    partial = min(QUERY_CHUNK, tokens) * heads * kept * a.itemsize * dim + slots
+    return gradients + max(REVERSE_INDEX_PEAK * tokens * groups * kept, partial, 2 * a.itemsize * keys * groups * dim)
+
+
+def indexer_backward(a: Activations) -> float:
+    """What the KL adds to `sparse_backward`.
+
+    Gradients of the index heads, the key's in fp32 for each group; index keys without what they have in common; four
+    numbers a row and the KL of each kept block. Of a chunk: P in 16 bits (fp32 for fp32), slots of dQ and dK.
+    """
+    _, groups = a.heads
+    attention, keys = a.spec.attention, a.tokens * a.spec.parallel.context
+    dim, block, pairs = attention.index_dim, attention.block_size, a.tokens * groups * attention.top_k
+    gradients = a.itemsize * a.tokens * groups * dim + (4 * groups + a.itemsize) * keys * dim
+    rows = 16 * a.tokens * groups + 4 * pairs
+    chunk = min(QUERY_CHUNK, a.tokens) * groups * attention.top_k
+    return gradients + rows + chunk * a.itemsize * (block + dim) + _slots(a) * block * dim * 4
+
+
+def _slots(a: Activations) -> int:
+    """Most gradient slots of a chunk of queries: rows of the reverse index that several items share."""
+    _, groups = a.heads
+    pairs = min(QUERY_CHUNK, a.tokens) * groups * a.spec.attention.top_k
+    return max(1, 2 * pairs // item_queries("sparse_attention_bwd", a))
 
 
 def selection(a: Activations) -> float:
@@ -58,18 +83,6 @@ def selection(a: Activations) -> float:
     attention, keys = a.spec.attention, a.tokens * a.spec.parallel.context
     scores = 4.0 * a.tokens * groups * (keys / attention.block_size + 1) / 2
     return max(min(scores, SCORE_BUFFER_BYTES), REVERSE_INDEX_PEAK * a.tokens * groups * attention.top_k)
-
-
-def sparse_kl_backward(a: Activations) -> float:
-    """Gradients of the index heads (keys in fp32 for each group), row weights, slots as in the main backward."""
-    _, groups = a.heads
-    attention = a.spec.attention
-    dim, kept, tokens, keys = attention.index_dim, attention.top_k, a.tokens, a.tokens * a.spec.parallel.context
-    chunk = min(QUERY_CHUNK, tokens)
-    slots = max(1, 2 * chunk * groups * kept // item_queries("sparse_kl_bwd", a))
-    gradients = a.itemsize * tokens * groups * dim + 4 * keys * (groups + 2) * dim + 12 * tokens * groups
-    partial = chunk * groups * kept * (a.itemsize * dim + 8) + slots * attention.block_size * dim * 4
-    return gradients + max(REVERSE_INDEX_PEAK * tokens * groups * kept, partial)
 
 
 def dense_backward(a: Activations) -> float:
@@ -90,7 +103,7 @@ def dense_backward(a: Activations) -> float:
 def attention(a: Activations, layer: int) -> float:
     """The largest of a layer's attention, forward or backward."""
     if a.phase is Phase.sparse and a.spec.is_msa(layer):
-        return max(sparse_forward(a), selection(a), sparse_backward(a), sparse_kl_backward(a))
+        return max(sparse_forward(a), selection(a), sparse_backward(a) + indexer_backward(a))
     return dense_backward(a)
 
 

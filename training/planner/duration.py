@@ -122,9 +122,9 @@ def _kernels(a: Activations, layer: int, lengths: list[int], gpu: Gpu) -> Range:
     elif a.phase is Phase.warmup:
         total = ms("warmup_fwd_bwd" + suffix) + (ms("dense_fwd" + suffix) if full else NOTHING)
     else:
-        total = ms("sparse_fwd_bwd") + ms("kl_fwd_bwd") + ms("select", index_dim)
+        total = ms("with_kl") + ms("select", index_dim)
         if full:
-            total += ms("sparse_fwd") + ms("kl_fwd") + ms("select", index_dim)
+            total += ms("sparse_fwd") + ms("select", index_dim)
     context = 1 / spec.parallel.context  # each rank has its share of the queries
     return over(1e-3 * context, gpu.kernels) * total
 

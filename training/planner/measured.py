@@ -13,24 +13,16 @@ from .ranges import Range
 Shape = tuple[int, int]
 """Query heads, KV groups."""
 
-# Operation -> shape -> (tokens, ms). `kl` is the sparse KL; `warmup` dense attention with the full-sequence KL.
-# docs/results/sparse_kernels.json: sparse, kl. docs/results/index_kernels.json: select, dense, warmup.
+# Operation -> shape -> (tokens, ms). `with_kl` is sparse attention forward and backward with the KL, `warmup` dense
+# attention with the full-sequence KL. docs/results/kernels_run1.json: sparse_fwd, with_kl. index_kernels.json: others.
 MILLISECONDS: dict[str, dict[Shape, list[tuple[int, float]]]] = {
     "sparse_fwd": {
-        (64, 4): [(4096, 2.1), (8192, 3.18), (32768, 11.09), (131072, 38.34)],
-        (48, 8): [(4096, 2.55), (8192, 3.39), (32768, 11.01), (131072, 33.29)],
+        (64, 4): [(4096, 1.28), (8192, 3.28), (32768, 9.84), (131072, 36.43)],
+        (48, 8): [(4096, 0.98), (8192, 2.95), (32768, 8.02), (131072, 31.13)],
     },
-    "sparse_fwd_bwd": {
-        (64, 4): [(4096, 5.79), (8192, 9.35), (32768, 35.26), (131072, 135.54)],
-        (48, 8): [(4096, 6.62), (8192, 10.16), (32768, 33.76), (131072, 131.7)],
-    },
-    "kl_fwd": {
-        (64, 4): [(4096, 1.37), (8192, 1.73), (32768, 4.76), (131072, 15.33)],
-        (48, 8): [(4096, 2.15), (8192, 2.54), (32768, 6.16), (131072, 16.93)],
-    },
-    "kl_fwd_bwd": {
-        (64, 4): [(4096, 4.52), (8192, 4.61), (32768, 10.43), (131072, 40.11)],
-        (48, 8): [(4096, 6.51), (8192, 5.99), (32768, 12.7), (131072, 48.15)],
+    "with_kl": {
+        (64, 4): [(4096, 4.46), (8192, 8.17), (32768, 30.02), (131072, 122.11)],
+        (48, 8): [(4096, 4.8), (8192, 8.98), (32768, 34.72), (131072, 141.91)],
     },
     "select": {
         (64, 4): [(8192, 1.28), (32768, 1.8), (65536, 5.63), (131072, 20.15)],
@@ -62,6 +54,7 @@ MILLISECONDS: dict[str, dict[Shape, list[tuple[int, float]]]] = {
     },
 }
 
+SPARSE = ("sparse_fwd", "with_kl")
 HEAD_DIM, BLOCK_SIZE, TOP_K = 128, 128, 16
 SPREAD = Range(0.9, 1.1)
 """Runs of one kernel on one machine differ by a few percent; real selections are less even than random ones."""
@@ -83,7 +76,7 @@ def kernel_ms(
     """
     count = heads if op != "select" else groups
     per_pair = count * dim
-    if op.startswith(("sparse", "kl")):
+    if op in SPARSE:
         work, tokens = per_pair * sum(kept_pairs(length, block_size, top_k) for length in lengths), sum(lengths)
     else:
         work, tokens = per_pair * sum(map(visible_pairs, lengths)), max(lengths)
@@ -94,7 +87,7 @@ def kernel_ms(
 def _ms_per_work(op: str, shape: Shape, tokens: int) -> float:
     points = []
     for length, ms in MILLISECONDS[op][shape]:
-        sparse = op.startswith(("sparse", "kl"))
+        sparse = op in SPARSE
         pairs = kept_pairs(length, BLOCK_SIZE, TOP_K) if sparse else visible_pairs(length)
         points.append(
             (math.log(length), math.log(ms / (pairs * (shape[1] if op == "select" else shape[0]) * HEAD_DIM)))
