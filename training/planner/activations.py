@@ -6,7 +6,7 @@ byte. Names are of tensors; a storage that two operations save is listed once, w
 
 from dataclasses import dataclass
 
-from ...model.config import ModelSpec, Phase, Precision, QKNorm, Recompute
+from ...model.config import LayerBackend, ModelSpec, Phase, Precision, QKNorm, Recompute
 from .stages import Held, Layout, Slot
 
 Saved = dict[str, int]
@@ -157,7 +157,8 @@ class Activations:
             "expert gate and up": size * pairs * 2 * ffn,
             # silu(gate), silu(gate) x up, and that times the probability
             "expert activation": size * pairs * 3 * ffn + 4 * pairs,
-            "expert borders": 2 * 4 * local,
+            # Transformer Engine has them on the host
+            "expert borders": 4 * local * (model.backend is LayerBackend.torch),
         }
         if moe.shared_hidden_size:  # in fp32 the router has kept their common input
             saved |= self.mlp("shared expert", moe.shared_hidden_size, input_kept=size == 4)
