@@ -12,9 +12,7 @@ from .config import TrainConfig
 # 2.10 has another signature of the function behind the grouped GEMM (model/te_grouped_product.py), megatron-core 0.16.1
 # allows no 2.12.
 TE_VERSION = "2.11"
-TE_REMEDY = (
-    f"Install Transformer Engine {TE_VERSION} (pip install --no-build-isolation 'msa-pretrain[te]'), or use torch."
-)
+TE_REMEDY = f"Install Transformer Engine {TE_VERSION} (pip install --no-build-isolation -e '.[te]'), or use torch."
 
 
 def machine_problems(config: TrainConfig) -> Iterator[str]:

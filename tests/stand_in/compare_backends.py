@@ -47,13 +47,13 @@ def main() -> None:
             self._spec = spec
 
         def step(self, *batches) -> tuple[float, dict]:
-            sums = self.backward(*batches, phase=Phase.sparse)
+            sums = self.backward(*batches, phase=Phase.warmup)
             gradients = self.gradients()
             assert clip_and_step(self.optimizer, LIMITS).applied
             return float(sums.lm_loss), gradients
 
         def save(self, name: str) -> Path:
-            texts = dict(phase="sparse", data_record={}, config_yaml="", wandb_run_id=None)
+            texts = dict(phase="warmup", data_record={}, config_yaml="", wandb_run_id=None)
             state = TrainState(step=1, consumed_tokens=1, consumed_samples=1)
             return save_checkpoint(folder / name, self.chunks, self.optimizer, state, keep_last=1, **texts)
 
