@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -21,6 +20,7 @@ from ..kernels import (
     sparse_indexer_kl,
 )
 from .attach_loss import AttachLoss
+from .backend import LayerModules
 from .config import ModelSpec, Phase, QKNorm
 from .context import AttentionContext
 from .context_parallel import gather_rows
@@ -45,6 +45,7 @@ class MSAAttention(MegatronModule):
         config: TransformerConfig,
         layer_number: int,
         spec: ModelSpec,
+        modules: LayerModules,
         pg_collection: ProcessGroupCollection,
         cp_comm_type: str | None = None,
         attn_mask_type: AttnMaskType = AttnMaskType.causal,
@@ -60,10 +61,10 @@ class MSAAttention(MegatronModule):
             config=config, init_method=config.init_method, bias=False, is_expert=False, tp_group=self.tp_group
         )
         width = (model.num_query_heads + 2 * model.num_kv_heads) * self.head_dim
-        self.linear_qkv = ColumnParallelLinear(
+        self.linear_qkv = modules.column_linear(
             model.hidden_size, width, gather_output=False, skip_bias_add=False, **linear
         )
-        self.linear_proj = RowParallelLinear(
+        self.linear_proj = modules.row_linear(
             model.num_query_heads * self.head_dim,
             model.hidden_size,
             input_is_parallel=True,

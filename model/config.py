@@ -173,6 +173,9 @@ class ModelSpec:
     def is_moe(self, layer: int) -> bool:
         return min(layer, self.model.num_layers - 1) not in self.moe.dense_mlp_layers
 
+    def is_mtp(self, layer: int) -> bool:
+        return layer >= self.model.num_layers
+
     @property
     def msa_layers(self) -> list[int]:
         return [layer for layer in range(self.model.num_layers) if self.is_msa(layer)]

@@ -1,5 +1,8 @@
 """All local experts as three-dimensional weights and one grouped GEMM, without a host loop over experts."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -7,7 +10,8 @@ from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
-from torch.nn import functional as F
+
+from .grouped_product import TorchGroupedProduct
 
 # The f channels' dimension, in both weights.
 SHARDED_DIM = 2
@@ -18,14 +22,18 @@ class GroupedExperts(MegatronModule):
 
     Weights: `gate_up_proj` [local experts, 2, f, h], the gate first, `down_proj` [local experts, h, f]. With
     `parallel.expert_tensor` each rank holds its share of the f channels of every local expert, and the dispatcher gives
-    it the tokens of all ranks that share them and adds up what they return.
+    it the tokens of all ranks that share them and adds up what they return. `grouped_product` is the library's product.
     """
 
     def __init__(
-        self, num_local_experts: int, config: TransformerConfig, pg_collection: ProcessGroupCollection
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection,
+        grouped_product: Callable[..., Any] = TorchGroupedProduct,
     ) -> None:
         super().__init__(config=config)
-        self.num_local_experts = num_local_experts
+        self.num_local_experts, self.grouped_product = num_local_experts, grouped_product
         self.ep_group, self.tp_group = pg_collection.ep, pg_collection.expt_tp
         self.expert_dp_group = pg_collection.expt_dp
         size, ffn, dtype = config.hidden_size, config.moe_ffn_hidden_size // self.tp_group.size(), config.params_dtype
@@ -40,11 +48,15 @@ class GroupedExperts(MegatronModule):
 
     def forward(self, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """tokens [t, h] sorted by local expert, tokens_per_expert int [local experts], probs [t] -> [t, h]."""
+        if tokens.shape[0] == 0:  # the libraries refuse it; the weights still get their zero gradient
+            hidden = (tokens @ self.gate_up_proj[0, 0].t() * probs[:, None]).to(tokens.dtype)
+            return hidden @ self.down_proj[0].t(), None
+        product = self.grouped_product(tokens_per_expert, tokens.device)
         # [t, 2f]
-        gate, up = self._grouped_mm(tokens, self.gate_up_proj.flatten(1, 2), tokens_per_expert).chunk(2, dim=-1)
+        gate, up = product(tokens, self.gate_up_proj.flatten(1, 2)).chunk(2, dim=-1)
         # [t, f]
         hidden = (self._gated(gate, up) * probs[:, None]).to(tokens.dtype)
-        return self._grouped_mm(hidden, self.down_proj, tokens_per_expert), None
+        return product(hidden, self.down_proj), None
 
     def _gated(self, gate: Tensor, up: Tensor) -> Tensor:
         """What Megatron's MLP computes between its two products, from the same settings (model/mcore.py)."""
@@ -52,12 +64,6 @@ class GroupedExperts(MegatronModule):
             gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         offset = self.config.glu_linear_offset
         return self.config.activation_func(gate) * (up + offset if offset else up)
-
-    def _grouped_mm(self, tokens: Tensor, weights: Tensor, tokens_per_expert: Tensor) -> Tensor:
-        if tokens.shape[0] == 0:  # grouped_mm refuses an empty input; the weights still get their zero gradient
-            return tokens @ weights[0].t()
-        ends = tokens_per_expert.to(tokens.device).cumsum(0).to(torch.int32)
-        return F.grouped_mm(tokens, weights.transpose(-2, -1), offs=ends)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         """Axis 0 of each weight is the global expert id, sharded over the expert-parallel group; f as it is held."""
@@ -76,4 +82,4 @@ class GroupedExperts(MegatronModule):
         }
 
     def backward_dw(self) -> None:
-        """Megatron's hook for delayed weight gradients, which grouped_mm does not split off."""
+        """Megatron's hook for delayed weight gradients, which neither backend's product splits off."""

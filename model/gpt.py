@@ -1,6 +1,7 @@
 """The model of this rank: Megatron's GPTModel around our layers, one per virtual pipeline stage."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from megatron.core import parallel_state
@@ -8,7 +9,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from .config import ModelSpec
+from .config import LayerBackend, ModelSpec
 from .init import initialize, mark_shards
 from .layer_spec import block_spec
 from .mcore import transformer_config
@@ -27,7 +28,10 @@ def build_model(spec: ModelSpec, seq_length: int) -> list[GPTModel]:
 
 
 def build_on_meta(spec: ModelSpec, seq_length: int) -> list[GPTModel]:
-    """The same chunks without memory behind their weights."""
+    """The same chunks without memory behind their weights, of torch's modules: they need no GPU, and the parameters are
+    the same under both backends.
+    """
+    spec = replace(spec, model=replace(spec.model, backend=LayerBackend.torch))
     config = transformer_config(spec)
     config.use_cpu_initialization = True  # the one of Megatron's two branches that leaves the device to the context
     with torch.device("meta"):

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.parallel_state import get_pipeline_model_parallel_rank
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
@@ -19,10 +18,10 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from .attention import MSAAttention
+from .backend import LayerModules, layer_modules
 from .config import ModelSpec
 from .experts import GroupedExperts
 from .moe_layer import DocumentMoELayer
-from .norm import RMSNorm
 from .router import SigmoidRouter
 
 
@@ -31,36 +30,38 @@ def block_spec(spec: ModelSpec, config: TransformerConfig, vp_stage: int | None)
     first = get_transformer_layer_offset(config, vp_stage, get_pipeline_model_parallel_rank())
     count = get_num_layers_to_build(config, vp_stage)
     return TransformerBlockSubmodules(
-        layer_specs=[layer_spec(spec, layer) for layer in range(first, first + count)], layer_norm=RMSNorm
+        layer_specs=[layer_spec(spec, layer) for layer in range(first, first + count)],
+        layer_norm=layer_modules(spec.model.backend).norm,
     )
 
 
 def layer_spec(spec: ModelSpec, layer: int) -> ModuleSpec:
     """The modules of 0-based global `layer`. The input norm is not fused into QKV: the indexer reads its output."""
+    modules = layer_modules(spec.model.backend)
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=RMSNorm,
-            self_attention=ModuleSpec(module=MSAAttention, params={"spec": spec}),
+            input_layernorm=modules.norm,
+            self_attention=ModuleSpec(module=MSAAttention, params={"spec": spec, "modules": modules}),
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=RMSNorm,
-            mlp=_moe(spec) if spec.is_moe(layer) else ModuleSpec(module=MLP, submodules=_mlp()),
+            pre_mlp_layernorm=modules.norm,
+            mlp=_moe(spec, modules) if spec.is_moe(layer) else ModuleSpec(module=MLP, submodules=_mlp(modules)),
             mlp_bda=get_bias_dropout_add,
         ),
     )
 
 
-def _moe(spec: ModelSpec) -> SimpleNamespace:
+def _moe(spec: ModelSpec, modules: LayerModules) -> SimpleNamespace:
     # Megatron warns of every ModuleSpec whose module is not one of its own; anything else with these names it builds
     return SimpleNamespace(
         module=DocumentMoELayer,
         submodules=MoESubmodules(
             router=partial(SigmoidRouter, moe=spec.moe),
-            experts=GroupedExperts,
-            shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=_mlp()),
+            experts=ModuleSpec(module=GroupedExperts, params={"grouped_product": modules.grouped_product}),
+            shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=_mlp(modules)),
         ),
     )
 
 
-def _mlp() -> MLPSubmodules:
-    return MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+def _mlp(modules: LayerModules) -> MLPSubmodules:
+    return MLPSubmodules(linear_fc1=modules.column_linear, linear_fc2=modules.row_linear)

@@ -11,7 +11,6 @@ from typing import Any
 
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlockSubmodules,
@@ -24,10 +23,10 @@ from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
 from .attach_loss import AttachLoss
+from .backend import layer_modules
 from .config import ModelSpec
 from .context import AttentionContext
 from .layer_spec import layer_spec
-from .norm import RMSNorm
 
 
 def mtp_spec(spec: ModelSpec) -> MultiTokenPredictionBlockSubmodules:
@@ -36,13 +35,17 @@ def mtp_spec(spec: ModelSpec) -> MultiTokenPredictionBlockSubmodules:
 
 
 def _depth(spec: ModelSpec, layer: int) -> ModuleSpec:
-    inner = layer_spec(spec, layer)
+    inner, modules = layer_spec(spec, layer), layer_modules(spec.model.backend)
     inner.module = DocumentTransformerLayer
     inner.submodules.self_attention.params["attn_mask_type"] = AttnMaskType.causal  # Megatron asks for it
     return ModuleSpec(
         module=MTPLayer,
         submodules=MultiTokenPredictionLayerSubmodules(
-            enorm=RMSNorm, hnorm=RMSNorm, eh_proj=ColumnParallelLinear, transformer_layer=inner, layer_norm=RMSNorm
+            enorm=modules.norm,
+            hnorm=modules.norm,
+            eh_proj=modules.column_linear,
+            transformer_layer=inner,
+            layer_norm=modules.norm,
         ),
     )
 

@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 
 from msa_pretrain.training.config import ConfigError, check_overrides, load_config
 
-# Megatron's at every start: model.backend asks for torch's own ops; deprecated names; gradients of inner tensors.
+# Megatron's at every start: model.backend says where layers come from; deprecated names; gradients of inner tensors.
 EXPECTED_WARNINGS = (
     "full scope is deprecated",
     "(Transformer Engine and )?Apex (are|is) not installed",
@@ -46,6 +46,7 @@ def run(cfg: DictConfig) -> None:
 def rehearse(cfg: DictConfig, world_size: str | None) -> None:
     """The dry run: what the config resolves to and, for a given number of GPUs, whether the ranks' shares add up."""
     from msa_pretrain.training.dry_run import report
+    from msa_pretrain.training.machine import machine_problems
 
     fixed = int(world_size) if world_size not in (None, "smallest") else None
     config = load_config(cfg, world_size=fixed)
@@ -53,6 +54,8 @@ def rehearse(cfg: DictConfig, world_size: str | None) -> None:
     if world_size == "smallest":
         config = load_config(cfg, world_size=planned)
     print(report(config, planned), flush=True)
+    for problem in machine_problems(config):
+        print(f"refused on this machine: {problem}", flush=True)
     if world_size is not None:
         for message in EXPECTED_WARNINGS:
             warnings.filterwarnings("ignore", message=message)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..data.order import LongDocuments, Packing
-from ..model.config import AttentionBackend, AttentionKind, IndexerInit, LayerBackend
+from ..model.config import AttentionBackend, AttentionKind, IndexerInit, LayerBackend, Precision
 from .check_tools import choices, divisors, value_of
 from .layout_checks import batch_problems, layout_problems
 
@@ -123,8 +123,11 @@ def _model(config: TrainConfig) -> Iterator[str]:
         )
     if model.rotary_dim % 2 or model.rotary_dim > model.head_dim:
         yield f"model.rotary_dim ({model.rotary_dim}) must be even and at most model.head_dim ({model.head_dim})."
-    if model.backend is not LayerBackend.torch:
-        yield "model.backend (transformer_engine) is not available in this version. Use torch."
+    if model.backend is LayerBackend.transformer_engine and config.training.precision is Precision.fp32:
+        yield (
+            "training.precision (fp32) is not what model.backend=transformer_engine computes: its products round fp32 "
+            "to TF32. Use bf16, or model.backend=torch."
+        )
 
 
 def _attention(config: TrainConfig) -> Iterator[str]:

@@ -4,14 +4,13 @@ import logging
 import os
 import time
 
-import torch
 import torch.distributed as dist
 
-from ..model.config import AttentionBackend
 from ..model.megatron_compat import warn_untested_versions
 from ..model.parallel import distributed, model_parallel
 from .config import ConfigError, TrainConfig
 from .console import format_summary
+from .machine import machine_problems
 from .report import write_report
 from .run_folder import RunFolder
 from .summary import summarize_run
@@ -22,8 +21,8 @@ logger = logging.getLogger(__name__)
 
 def train(config: TrainConfig, overrides: list[str]) -> None:
     """Run `config` on this rank; rank 0 prints the summary and the path of the report at the end."""
-    if config.attention.backend is AttentionBackend.triton and not torch.cuda.is_available():
-        raise ConfigError(["attention.backend=triton needs a CUDA GPU, and torch sees none. Use reference."])
+    if problems := list(machine_problems(config)):
+        raise ConfigError(problems)
     if config.training.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it once; torch insists on it
     if config.parallel.tensor > 1:

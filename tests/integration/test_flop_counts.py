@@ -17,6 +17,8 @@ CASES = {
     "sparse": (Phase.sparse, []),
     "index branch not detached": (Phase.sparse, ["attention.detach=false"]),
     "shared expert, selective": (Phase.sparse, ["moe.shared_hidden_size=10", "training.recompute=selective"]),
+    "MTP": (Phase.sparse, ["model.mtp_layers=2"]),
+    "MTP, full": (Phase.warmup, ["model.mtp_layers=1", "training.recompute=full"]),
     "full": (Phase.dense, ["attention=dense", "training.warmup_tokens=0", "training.recompute=full"]),
 }
 
@@ -33,7 +35,7 @@ def test_products_with_weights_are_those_that_torch_counts(rig, tiny_config, bat
     total = counted[torch.ops.aten.mm] + counted[torch.ops.aten._grouped_mm]
     if spec.msa_layers:  # index queries of all groups with the keys, forward and two gradients, masked pairs included
         student = 3 * 2 * TOKENS**2 * spec.model.num_kv_heads * spec.attention.index_dim
-        total -= len(spec.msa_layers) * student
+        total -= (len(spec.msa_layers) + len(spec.mtp_layers)) * student
     held = held_by_chunk(spec)[0][0]
     activations = Activations(spec, Layout(spec.parallel, 1), TOKENS, phase)
     assert total == products_done(activations, held)

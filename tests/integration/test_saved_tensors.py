@@ -129,6 +129,10 @@ MSA = {
     "all-gather dispatcher": ["parallel.dispatcher=allgather", "training.precision=bf16"],
     "selective": ["training.recompute=selective", "training.precision=bf16", "moe.shared_hidden_size=10"],
     "full": ["training.recompute=full", "training.precision=bf16"],
+    "MTP": ["model.mtp_layers=2", "training.precision=bf16"],
+    "MTP in fp32": ["model.mtp_layers=1"],
+    "MTP, selective": ["model.mtp_layers=1", "training.recompute=selective", "training.precision=bf16"],
+    "MTP, full": ["model.mtp_layers=2", "training.recompute=full", "training.precision=bf16"],
 }
 
 

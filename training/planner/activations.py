@@ -6,7 +6,7 @@ byte. Names are of tensors; a storage that two operations save is listed once, w
 
 from dataclasses import dataclass
 
-from ...model.config import ModelSpec, Phase, Precision, QKNorm, Recompute
+from ...model.config import LayerBackend, ModelSpec, Phase, Precision, QKNorm, Recompute
 from .stages import Held, Layout, Slot
 
 Saved = dict[str, int]
@@ -65,18 +65,21 @@ class Activations:
         if slot == "head":
             return self.head()
         assert isinstance(slot, int)
+        if self.spec.recompute is Recompute.none:
+            return self.layer(slot)
+        is_mtp = self.spec.is_mtp(slot)
+        ahead = self.mtp_head() if is_mtp else {}
         if self.spec.recompute is Recompute.full:
-            return {"layer input": self.hidden_states}
-        if self.spec.recompute is Recompute.selective:
-            return {**self.attention(slot), **self._norm("MLP norm", self.rows, self.spec.model.hidden_size)} | {
-                "MLP input": self.hidden_states
-            }
-        return self.layer(slot)
+            embedded = {"MTP embedding": self.hidden_states} if is_mtp else {}
+            return {"layer input": self.hidden_states, **embedded, **ahead}
+        kept = {**self.attention(slot), **self._norm("MLP norm", self.rows, self.spec.model.hidden_size)}
+        return {**kept, "MLP input": self.hidden_states, **(self._mtp_input() if is_mtp else {}), **ahead}
 
     def layer(self, layer: int) -> Saved:
         """All that the forward pass of one layer saves without recompute."""
         norm = self._norm("MLP norm", self.rows, self.spec.model.hidden_size)
-        return {**self.attention(layer), **norm, **self.ffn(layer)}
+        saved = {**self.attention(layer), **norm, **self.ffn(layer)}
+        return {**saved, **self._mtp_input(), **self.mtp_head()} if self.spec.is_mtp(layer) else saved
 
     def ffn(self, layer: int) -> Saved:
         """Of the layer's experts or MLP."""
@@ -157,7 +160,8 @@ class Activations:
             "expert gate and up": size * pairs * 2 * ffn,
             # silu(gate), silu(gate) x up, and that times the probability
             "expert activation": size * pairs * 3 * ffn + 4 * pairs,
-            "expert borders": 2 * 4 * local,
+            # Transformer Engine has them on the host
+            "expert borders": 4 * local * (model.backend is LayerBackend.torch),
         }
         if moe.shared_hidden_size:  # in fp32 the router has kept their common input
             saved |= self.mlp("shared expert", moe.shared_hidden_size, input_kept=size == 4)
@@ -172,6 +176,19 @@ class Activations:
             "softmax": 4 * tokens * model.vocab_size // self.spec.parallel.tensor,
             "targets": (1 + 8) * tokens,
         }
+
+    def _mtp_input(self) -> Saved:
+        """What goes into an MTP layer, embedding and state, normed and projected, and the norm at its end."""
+        width = self.spec.model.hidden_size
+        saved: Saved = {"MTP projection input": 2 * self.hidden_states}
+        for name in ("MTP embedding norm", "MTP state norm", "MTP final norm"):
+            saved |= self._norm(name, self.rows, width)
+        return saved
+
+    def mtp_head(self) -> Saved:
+        """Of an MTP layer: token ids, another turn of the output layer, the mask of its targets, the attached loss."""
+        head = {f"MTP {name}": size for name, size in self.head().items() if not name.startswith("final norm")}
+        return {**head, "MTP tokens": 8 * self.tokens, "MTP mask": 4 * self.tokens, "MTP loss": 4}
 
     def micro_batch(self) -> Saved:
         """Tokens, labels, positions, document ids (int64) and the fp32 loss mask; fp32 rotary tables."""

@@ -52,7 +52,7 @@ def micro_batch_messages(a: Activations, held: Held, num_chunks: int = 1) -> lis
     for layer, count in held.items():
         if not isinstance(layer, int):
             continue
-        tensor += count * passes * again_attention
+        tensor += count * passes * again_attention * (2 if spec.is_mtp(layer) else 1)  # MTP's projection as well
         if not spec.is_moe(layer) or spec.moe.shared_hidden_size:
             tensor += count * passes * again_mlp
         if spec.is_moe(layer):

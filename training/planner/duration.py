@@ -88,6 +88,8 @@ def _layer(a: Activations, layer: int, lengths: list[int], gpu: Gpu) -> Range:
         linear, experts = linear + mlp.linear_forward, experts + mlp.experts_forward
     if recompute is Recompute.full:
         linear += attention.linear_forward
+    if a.spec.is_mtp(layer):
+        linear += head_products(a).linear
     saved = float(sum(a.layer(layer).values()))
     traffic = TRAFFIC * saved
     repeated = saved - sum(a.kept(layer).values())

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ...model.config import ModelSpec, Phase, Precision
+from ...model.config import LayerBackend, ModelSpec, Phase, Precision
 from . import buffers
 from .activations import Activations
 from .schedule import in_flight
@@ -17,6 +17,8 @@ FRAGMENTATION = 0.03
 
 # cuBLAS under deterministic algorithms (:4096:8) and its default on Hopper, for the forward and the backward thread.
 WORKSPACE_BYTES = 2 * 32 * 2**20
+# Transformer Engine's own, on Hopper and later: one for each of four streams of grouped products, one for the others.
+TE_WORKSPACE_BYTES = 5 * (32 * 2**20 + 1024)
 
 # Experts get as many tokens as they are chosen by: early in a run some ranks have more than their share.
 EXPERT_LOAD = (1.0, 1.25)
@@ -38,13 +40,15 @@ class Peak:
     buffers: float
     """Of the operation named in `during`, recomputed tensors included."""
     during: str
+    workspace: float
+    """Of cuBLAS."""
     low: float
     high: float
 
     @property
     def total(self) -> float:
         """What `torch.cuda.max_memory_allocated` should say."""
-        return self.states.total + self.activations + self.buffers + WORKSPACE_BYTES
+        return self.states.total + self.activations + self.buffers + self.workspace
 
     @property
     def needed(self) -> float:
@@ -85,10 +89,11 @@ def _peak(even: Activations, busy: Activations, load: Load, stage: int, chunks: 
     states = states_of(even.spec, even.layout, together(chunks))
     kept, flight, buffer, during = _moment(even, load, stage, chunks, states)
     busy_kept, _, busy_buffer, _ = _moment(busy, load, stage, chunks, states)
-    fixed = states.total + WORKSPACE_BYTES
+    workspace = workspace_bytes(even.spec)
+    fixed = states.total + workspace
     low = fixed + kept + BUFFER_ERROR[0] * buffer
     high = fixed + busy_kept + BUFFER_ERROR[1] * busy_buffer
-    return Peak(stage, even.phase, states, kept, flight, buffer, during, low, high)
+    return Peak(stage, even.phase, states, kept, flight, buffer, during, workspace, low, high)
 
 
 def _moment(
@@ -101,14 +106,18 @@ def _moment(
     kept, flight = max((sum(n * size for n, size in zip(f, sizes, strict=True)), f) for f in flights)
     kept += load.num_micro_batches * a.segment_tables()
     operations = buffers.largest(a, together(chunks))
-    if operations["head"]:  # a layer's backward comes after the head's, whose softmax is gone then
-        gone = sum(a.head().values())
+    if operations["head"]:  # a layer's backward comes after its head's, whose softmax is gone then
+        gone = sum(a.head().values()) + (sum(a.mtp_head().values()) if a.spec.mtp_layers else 0)
         operations = {name: size - (0 if name == "head" else gone) for name, size in operations.items()}
     during, size = max(operations.items(), key=lambda item: item[1])
     step = optimizer_buffers(a.spec, states)
     if step > kept + size:  # no activation is left then
         return 0.0, flight, step, "optimizer"
     return kept, flight, size, during
+
+
+def workspace_bytes(spec: ModelSpec) -> int:
+    return WORKSPACE_BYTES + (TE_WORKSPACE_BYTES if spec.model.backend is LayerBackend.transformer_engine else 0)
 
 
 def optimizer_buffers(spec: ModelSpec, states: States) -> float:

@@ -13,7 +13,7 @@ from ..config import TrainConfig
 from .activations import Activations
 from .communication import Message, micro_batch_messages, step_messages
 from .hardware import EXPERT_SHARE, GPUS_PER_NODE, LINEAR_SHARE, LINK_SHARE, Gpu
-from .memory import FRAGMENTATION, GIB, RESERVE_GIB, WORKSPACE_BYTES, Peak
+from .memory import FRAGMENTATION, GIB, RESERVE_GIB, Peak
 from .search import Found, Plan, phase_steps
 from .stages import held_by_chunk, together
 
@@ -147,7 +147,7 @@ def memory_rows(peak: Peak) -> list[tuple[str, float]]:
         *parts.items(),
         ("activations", peak.activations),
         (f"largest operation ({peak.during})", peak.buffers),
-        ("cuBLAS", WORKSPACE_BYTES),
+        ("cuBLAS", peak.workspace),
         ("peak", peak.total),
         (f"to hold: {peak.high / GIB:.2f} x {1 + FRAGMENTATION:.2f} + {RESERVE_GIB:.0f} outside PyTorch", peak.needed),
     ]

@@ -8,7 +8,7 @@ from ...model.config import ModelSpec, ParallelConfig
 from ..layout_checks import splits_evenly
 
 Slot = int | str
-"""A 0-based layer, or 'embedding' or 'head'."""
+"""A 0-based layer, those of MTP numbered on from the decoder's, or 'embedding' or 'head'."""
 
 
 @dataclass(frozen=True)
@@ -56,16 +56,18 @@ def chunk_slots(spec: ModelSpec) -> list[list[list[Slot]]]:
 
 
 Held = Counter[Slot]
-"""Slots of a rank, layers of one kind (index branch or not, experts or not) counted as the first of them."""
+"""Slots of a rank; layers of a kind (index branch or not, experts or not, MTP or not) are counted as its first one."""
 
 
 def held_by_chunk(spec: ModelSpec) -> list[list[Held]]:
-    """`chunk_slots`, counted."""
-    seen: dict[tuple[bool, bool], int] = {}
+    """`chunk_slots`, counted, with the MTP layers beside the head, where Megatron puts them without counting them."""
+    seen: dict[tuple[bool, bool, bool], int] = {}
     first: dict[Slot, Slot] = {"embedding": "embedding", "head": "head"}
-    for layer in range(spec.model.num_layers):
-        first[layer] = seen.setdefault((spec.is_msa(layer), spec.is_moe(layer)), layer)
-    return [[Counter(first[slot] for slot in chunk) for chunk in stage] for stage in chunk_slots(spec)]
+    for layer in [*range(spec.model.num_layers), *spec.mtp_layers]:
+        first[layer] = seen.setdefault((spec.is_msa(layer), spec.is_moe(layer), spec.is_mtp(layer)), layer)
+    held = [[Counter(first[slot] for slot in chunk) for chunk in stage] for stage in chunk_slots(spec)]
+    held[-1][-1].update(first[layer] for layer in spec.mtp_layers)
+    return held
 
 
 def together(chunks: Iterable[Held]) -> Held:

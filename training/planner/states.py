@@ -31,13 +31,11 @@ def _vocabulary(spec: ModelSpec) -> int:
 
 
 def _head(spec: ModelSpec, with_embedding: bool) -> Counter[str]:
-    """Final norm, head and MTP layers. What the stage of the embedding would share, another stage holds a copy of."""
+    """Final norm and head, and for MTP layers the embedding. What the stage of the embedding would share, another stage
+    holds a copy of.
+    """
     model, size = spec.model, spec.model.hidden_size
     parts = Counter(head=0 if model.tie_embeddings and with_embedding else _vocabulary(spec), norms=size)
-    for layer in spec.mtp_layers:  # each with a projection of its two inputs and three norms
-        parts += _layer(spec, layer) + Counter(
-            {"MTP projection": 2 * size * size // spec.parallel.tensor, "norms": 3 * size}
-        )
     if spec.mtp_layers and not with_embedding and not model.tie_embeddings:
         parts["embedding"] = _vocabulary(spec)
     return parts
@@ -60,6 +58,8 @@ def _layer(spec: ModelSpec, layer: int) -> Counter[str]:
         parts["shared experts"] = mlp_parameters(size, moe.shared_hidden_size) // tensor
     else:
         parts["dense MLP"] = mlp_parameters(size, moe.dense_hidden_size) // tensor
+    if spec.is_mtp(layer):  # a projection of its two inputs and three norms
+        parts += Counter({"MTP projection": 2 * size * size // tensor, "norms": 3 * size})
     return +parts
 
 

@@ -31,9 +31,11 @@ class Products:
 
 
 def attention_products(a: Activations, layer: int) -> Products:
-    """QKV, output and index projections."""
+    """QKV, output and index projections; of an MTP layer also that of its two inputs."""
     model, (heads, groups) = a.spec.model, a.heads
     main = 2.0 * a.tokens * model.hidden_size * 2 * (heads + groups) * model.head_dim
+    if a.spec.is_mtp(layer):
+        main += 2.0 * a.tokens * 2 * model.hidden_size**2 / a.spec.parallel.tensor
     index = 0.0
     if a.spec.is_msa(layer):
         index = 2.0 * a.tokens * model.hidden_size * (groups + 1) * a.spec.attention.index_dim
@@ -71,6 +73,8 @@ def products_done(a: Activations, held: Held) -> float:
                 total += count * (mlp.linear_forward + mlp.experts_forward)
             if a.spec.recompute is Recompute.full:
                 total += count * attention.linear_forward
+            if a.spec.is_mtp(slot):
+                total += count * head_products(a).linear
     return total
 
 

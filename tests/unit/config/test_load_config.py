@@ -207,7 +207,10 @@ BAD = {
         ["attention.backend=triton", "model.num_query_heads=34"],
         "model.num_query_heads / model.num_kv_heads (17) must be at most 16 with attention.backend=triton.",
     ),
-    "backend": (["model.backend=transformer_engine"], "model.backend (transformer_engine) is not available"),
+    "backend": (
+        ["model.backend=transformer_engine"],
+        "training.precision (fp32) is not what model.backend=transformer_engine",
+    ),
 }
 
 

@@ -59,11 +59,37 @@ def test_layer_of_the_mission_by_hand(config_of, layout_of):
     # the router's fp32 input and scores; permutation; 8 rows a token of input, gate and up, three of the hidden size
     rows = 8 * T
     moe = 4 * T * H + T * 256 * 9 + 8 * T + T * 256 * 5 + 8 * rows
-    moe += 2 * rows * (H + 5 * 1536) + 4 * rows + 2 * 4 * 8
+    moe += 2 * rows * (H + 5 * 1536) + 4 * rows + 4 * 8
     assert sum(a.experts().values()) == moe
     assert sum(a.layer(5).values()) == attention + index + moe + 2 * T * H + 4 * T
     # the softmax in fp32 is what the head is about
     assert a.head()["softmax"] == 4 * T * 200064
+
+
+def test_mtp_layer_of_the_mission_by_hand(config_of, layout_of):
+    """A layer, three norms, the projection's inputs, and a second softmax with input, ids, targets, mask and loss."""
+    spec, layout, load = layout_of(config_of("model.mtp_layers=1", "training.recompute=none"), 512)
+    a = Activations(spec, layout, load.tokens(spec), Phase.sparse)
+    head = 2 * T * H + 4 * T * 200064 + (9 + 8 + 4) * T + 4
+    inside = sum(a.layer(61).values()) + 3 * (2 * T * H + 4 * T) + 2 * 2 * T * H
+    assert sum(a.layer(62).values()) == inside + head
+    full, layout, load = layout_of(config_of("model.mtp_layers=1", "training.recompute=full"), 512)
+    again = Activations(full, layout, load.tokens(full), Phase.sparse)
+    assert sum(again.kept(62).values()) == 2 * 2 * T * H + head
+    # no layer of the decoder's, so the last stage alone is fuller, by the states too
+    without = layout_of(config_of("training.recompute=none"), 512)
+    plain, with_mtp = (stage_peaks(*which, Phase.sparse) for which in (without, (spec, layout, load)))
+    assert [one.total for one in plain[:-1]] == [one.total for one in with_mtp[:-1]]
+    assert with_mtp[-1].activations == plain[-1].activations + inside + head
+    assert with_mtp[-1].states.total > plain[-1].states.total
+
+
+def test_transformer_engine_takes_its_workspaces(config_of, layout_of):
+    plain, engine = (
+        peak(config_of(f"model.backend={name}"), 512, layout_of) for name in ("torch", "transformer_engine")
+    )
+    assert plain.during == engine.during == "head"
+    assert engine.total - plain.total == engine.workspace - plain.workspace == 5 * (32 * 2**20 + 1024)
 
 
 def test_recompute_keeps_less(config_of, layout_of):
