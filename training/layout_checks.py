@@ -84,11 +84,6 @@ def _tensor(config: TrainConfig) -> Iterator[str]:
 def _context(config: TrainConfig) -> Iterator[str]:
     """What splits the tokens of a micro-batch: two chunks for each context rank, then equal parts with `sequence`."""
     parallel, training = config.parallel, config.training
-    if parallel.context > 1 and config.model.mtp_layers:
-        yield (
-            f"parallel.context ({parallel.context}) with model.mtp_layers ({config.model.mtp_layers}) is not available "
-            "in this version: MTP would look ahead across the ranks' borders. Set one of them to 1 or 0."
-        )
     parts = 2 * parallel.context if parallel.context > 1 else 1
     name = "2 x parallel.context" if parallel.context > 1 else "parallel.tensor"
     if parallel.sequence:
