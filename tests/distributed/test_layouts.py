@@ -6,7 +6,19 @@ Seven jobs walk through all runs (walker.py); the tests below read what the rank
 import pytest
 import torch
 from megatron.core import dist_checkpointing
-from plans import ALONE, CUTS, FOUR_PROCESSES, LAYOUTS, MTP_LAYOUTS, PAIRS, RESUMED, SHARED_SAMPLES, VARIANT_LAYOUTS
+from plans import (
+    ALONE,
+    CONTEXT_DOCUMENTS,
+    CUTS,
+    DOCUMENTS,
+    FOUR_PROCESSES,
+    LAYOUTS,
+    MTP_LAYOUTS,
+    PAIRS,
+    RESUMED,
+    SHARED_SAMPLES,
+    VARIANT_LAYOUTS,
+)
 
 from msa_pretrain.model.parallel import distributed
 
@@ -44,7 +56,8 @@ def test_series_equal_those_of_one_process(walked, name):
 
 @pytest.mark.parametrize("name", each(*VARIANT_LAYOUTS, *FOUR_PROCESSES))
 def test_series_of_variants_equal_those_of_one_process(walked, name):
-    """With padding: index branches without detach, full-vector norms, shared experts, a tied head; MLPs without MoE."""
+    """With padding: index branches without detach, full-vector norms, shared experts, a tied head; stages and chunks
+    without MSA or MoE layers."""
     variant, _ = (VARIANT_LAYOUTS | FOUR_PROCESSES)[name]
     assert_same_series(walked, name, 2 if name in VARIANT_LAYOUTS else 4, variant, num_steps=4)
 
@@ -91,6 +104,17 @@ def test_gradients_equal_those_of_one_process(walked, name):
     print(f"{name}: {max(worst.values()):.1e}")
     # measured: 3.9e-6 at most, eleven steps of rounding on
     assert max(worst.values()) <= 1e-5, worst
+
+
+@pytest.mark.parametrize("name", [*DOCUMENTS, *CONTEXT_DOCUMENTS])
+def test_documents_are_the_same_alone_packed_and_padded(walked, name):
+    """1, 3, 7, 128 and 129 tokens in blocks of 16: values of both phases, the KL among them, and every gradient."""
+    ranks = 2 if name in CONTEXT_DOCUMENTS else 1
+    assert_same_series(walked, name, ranks, "alone", num_steps=2)
+    for step in (1, 2):
+        found, wanted = walked.gradients(name, step), walked.gradients("alone", step)
+        errors = {key: ((found[key] - value).norm() / value.norm()).item() for key, value in wanted.items()}
+        assert max(errors.values()) <= 1e-5, errors
 
 
 @pytest.mark.parametrize("name", CUTS)
@@ -168,7 +192,7 @@ def test_a_rank_whose_experts_get_no_token_trains_on(walked):
 
 def test_console_shows_the_real_loss_once_when_the_last_stage_has_it(walked):
     """Field case T5.10, with two pipeline stages: every step of the job's runs is printed once, none with -1."""
-    lines = [line for line in (walked.directory / "plan3.log").read_text().splitlines() if "lm loss" in line]
+    lines = [line for line in walked.logs["pp2"].read_text().splitlines() if "lm loss" in line]
     first = [line for line in lines if line.lstrip("step ").startswith("1/20 ")]
     ran = [name for name in LAYOUTS if (walked.directory / f"{name}.rank0.json").exists()]
     assert len(first) == len(ran) and all("lm loss 3." in line for line in first), first
