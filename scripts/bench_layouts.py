@@ -144,7 +144,8 @@ class Running:
             *(sys.executable, "-W", "ignore", *(parallel if job.gpus > 1 else [])),
             *("-m", "msa_pretrain.scripts.bench_layouts", "--work", *words),
         ]
-        one_gpu = {"CUDA_VISIBLE_DEVICES": str(gpu)} if job.gpus == 1 else {}
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+        one_gpu = {"CUDA_VISIBLE_DEVICES": visible[gpu % len(visible)]} if job.gpus == 1 else {}
         with self.log.open("w") as file:
             self.process = subprocess.Popen(
                 command, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, **one_gpu}

@@ -32,6 +32,7 @@ from plans import (  # noqa: E402  (scripts beside the tests, not a package)
     RESUMED,
     ROW,
     SHARED_SAMPLES,
+    TIED,
     VARIANT_LAYOUTS,
     VARIANTS,
 )
@@ -185,7 +186,10 @@ def walked(launcher, request):
         [
             *(Run(name, warmup_steps=warmup) for name, (warmup, _) in CUTS.items()),
             Run("ramp", RAMP),
-            *(Run(f"{name}_to_one", load=checkpoint[name], **loaded) for name in RESUMED),
+            *(
+                Run(f"{name}_to_one", TIED if name.startswith("tied") else [], load=checkpoint[name], **loaded)
+                for name in RESUMED
+            ),
             *(Run(f"{name}_to_one", MTP, load=str(launcher.checkpoint(name, 5))) for name in MTP_LAYOUTS),
         ],
         torchrun=False,

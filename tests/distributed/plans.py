@@ -63,7 +63,15 @@ ALONE = {
     "micro_batch_2": ["training.micro_batch_size=2"],
     "full_recompute": ["training.recompute=full"],
 }
-RESUMED = {"dp2": [], "pp2": LAYOUTS["pp2"], "ep2": LAYOUTS["ep2_alltoall"], "tp2": LAYOUTS["tp2_etp2_allgather"]}
+# A first stage without MSA or MoE layers, and one embedding that both stages have.
+TIED = ["model.tie_embeddings=true", "attention.full_layers=[0,1]", "moe.dense_mlp_layers=[0,1]"]
+RESUMED = {
+    "dp2": [],
+    "pp2": PP2,
+    "tied_pp2": [*TIED, *PP2],
+    "ep2": LAYOUTS["ep2_alltoall"],
+    "tp2": LAYOUTS["tp2_etp2_allgather"],
+}
 # compared with one process that has them too
 MTP = ["model.mtp_layers=2"]
 MTP_LAYOUTS = {

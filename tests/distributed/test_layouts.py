@@ -39,6 +39,8 @@ TRAINED = {
     "model.decoder.layers.1.mlp.router.weight",
     "model.output_layer.weight",
 }
+# what plans.TIED has not
+NOT_TIED = {"model.output_layer.weight", "model.decoder.layers.1.mlp.router.weight"}
 
 
 def choices(launcher, name, ranks):
@@ -60,6 +62,7 @@ def test_series_of_variants_equal_those_of_one_process(walked, name):
     without MSA or MoE layers."""
     variant, _ = (VARIANT_LAYOUTS | FOUR_PROCESSES)[name]
     assert_same_series(walked, name, 2 if name in VARIANT_LAYOUTS else 4, variant, num_steps=4)
+    assert_same_moments(walked, name, variant, step=4)
 
 
 def assert_same_series(walked, name, num_ranks, reference_name, num_steps):
@@ -92,15 +95,19 @@ def assert_same_series(walked, name, num_ranks, reference_name, num_steps):
 @pytest.mark.parametrize("name", each(*SHARED_SAMPLES))
 def test_gradients_equal_those_of_one_process(walked, name):
     """Adam's first moment, ten steps of the warm-up and one of the sparse phase: relative error of each parameter."""
+    assert_same_moments(walked, name, "one", step=11)
+
+
+def assert_same_moments(walked, name, reference_name, step):
     with distributed():
-        ours = tensors(dist_checkpointing.load_plain_tensors(str(walked.checkpoint(name, 11))))
-        reference = tensors(dist_checkpointing.load_plain_tensors(str(walked.checkpoint("one", 11))))
+        ours = tensors(dist_checkpointing.load_plain_tensors(str(walked.checkpoint(name, step))))
+        reference = tensors(dist_checkpointing.load_plain_tensors(str(walked.checkpoint(reference_name, step))))
     worst = {
         key: (ours[key].double() - value.double()).norm().item() / value.double().norm().item()
         for key, value in reference.items()
         if ".exp_avg." in key
     }
-    assert len(worst) > 50
+    assert len(worst) > 40
     print(f"{name}: {max(worst.values()):.1e}")
     # measured: 3.9e-6 at most, eleven steps of rounding on
     assert max(worst.values()) <= 1e-5, worst
@@ -212,6 +219,7 @@ def test_torchrun_and_plain_python_give_the_same_bits(walked):
         ("dp2", "dp2_to_tp2"),
         ("tp2", "tp2_to_one"),
         ("pp2", "pp2_to_one"),
+        ("tied_pp2", "tied_pp2_to_one"),
         ("dp2", "dp2_to_one"),
         ("ep2", "ep2_to_one"),
     ],
@@ -224,8 +232,9 @@ def test_a_checkpoint_loads_under_another_layout(walked, source, target):
     before, after = tensors(before), tensors(after)
     assert set(before) == set(after)
     weights = {key for key in before if key.startswith("model.")}
+    trained = TRAINED - (NOT_TIED if "tied" in source else set())
     for kind in ("exp_avg", "exp_avg_sq"):
-        assert {key.removeprefix(f"optimizer.state.{kind}.") for key in before if f".{kind}." in key} >= TRAINED
+        assert {key.removeprefix(f"optimizer.state.{kind}.") for key in before if f".{kind}." in key} >= trained
     assert any("experts.down_proj" in key for key in weights)
     for key, value in before.items():
         assert torch.equal(value, after[key]), key
