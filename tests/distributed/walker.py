@@ -320,6 +320,9 @@ class Decisions:
             *_, index_query, index_key, context = inputs
             if module.training and torch.is_grad_enabled() and context.phase.name == "sparse":
                 attention, where = module.spec.attention, f"attention{module.layer}"
+                names = self._names(where)
+                if not context.segments.rows:  # a context-parallel rank may have nothing but padding
+                    return
                 options = dict(block_size=attention.block_size)
                 scores = block_scores(index_query, index_key, context.segments, **options)  # [t, g, m]
                 local = context.segments.positions("cpu") // attention.block_size
@@ -330,7 +333,7 @@ class Decisions:
                 margins = (ranked.values[..., k - 1] - ranked.values[..., k]).nan_to_num(nan=9.0, posinf=9.0)
                 chosen, margins = ranked.indices[..., :k].tolist(), margins.tolist()
                 groups = len(chosen[0])
-                for name, row, margin in zip(self._names(where), chosen, margins, strict=True):
+                for name, row, margin in zip(names, chosen, margins, strict=True):
                     for group in range(groups):
                         self.taken[f"{name}/{tp_rank * groups + group}"] = [row[group], margin[group]]
 
