@@ -58,10 +58,8 @@ class PackedBatch:
                     num_keys = k_len - (q_start + q_len - end)
                     fragments.append((number * chunk + start - first, end - start, k_start, num_keys))
         segments = Segments(tuple(fragments), 2 * chunk, self.segments.num_keys)
-        by_chunk = {
-            name: getattr(self, name).unflatten(-1, (2 * size, chunk))[..., [rank, 2 * size - 1 - rank], :].flatten(-2)
-            for name in ("tokens", "labels", "loss_mask", "positions", "document_ids")
-        }
+        names = ("tokens", "labels", "loss_mask", "positions", "document_ids")
+        by_chunk = {name: own_chunks(getattr(self, name), rank, size) for name in names}
         return replace(
             self,
             segments=segments,
@@ -69,6 +67,13 @@ class PackedBatch:
             num_valid_rows=segments.num_valid_rows,
             **by_chunk,
         )
+
+
+def own_chunks(values: Tensor, rank: int, size: int) -> Tensor:
+    """values [..., t] -> [..., t / size]: chunks `rank` and `2 size - 1 - rank` of 2 size equal ones."""
+    if size == 1:
+        return values
+    return values.unflatten(-1, (2 * size, -1))[..., [rank, 2 * size - 1 - rank], :].flatten(-2)
 
 
 def collate(samples: Sequence[Sample]) -> PackedBatch:

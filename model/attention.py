@@ -23,7 +23,7 @@ from .attach_loss import AttachLoss
 from .backend import LayerModules
 from .config import ModelSpec, Phase, QKNorm
 from .context import AttentionContext
-from .context_parallel import gather_rows
+from .context_parallel import GatheredRows
 from .indexer import Indexer
 from .norm import FullVectorNorm, HeadNorm
 from .rope import apply_rotation
@@ -34,7 +34,7 @@ class MSAAttention(MegatronModule):
 
     A tensor-parallel rank has whole KV groups, each with its query heads and its index query head: attention, selection
     and KL need no message, and the KL of a rank is that of its groups. A context-parallel rank has whole layers and a
-    share of the queries, and gathers the keys (`gather_rows`).
+    share of the queries, and gathers the keys (`GatheredRows`) while it makes queries and selects blocks.
 
     Megatron's layout [t, 1, h] is converted here to the kernels' packed [t, heads, dim] and nowhere else. The phase
     comes with each micro-batch (`AttentionContext`); a layer without index branch attends densely in every phase.
@@ -91,9 +91,9 @@ class MSAAttention(MegatronModule):
         Under sequence parallelism input and output are this rank's share of the t tokens.
         """
         context = packed_seq_params
-        query, key, value = self._project(hidden_states, context)
         if self.indexer is None:
-            key, value = gather_rows(self.cp_group, key, value)
+            query, keys_and_values = self._project(hidden_states, context)
+            key, value = keys_and_values.wait()
             if context.cache is not None:
                 key, value = context.cache.extend(self.layer, key, value)
             output, _ = dense_attention(query, key, value, context.segments, backend=self._backend)
@@ -101,9 +101,11 @@ class MSAAttention(MegatronModule):
             raise ValueError("a model with index branches has no dense phase; use warmup or sparse.")
         else:
             index_query, index_key = self.indexer(hidden_states.squeeze(1), context.cos, context.sin)
-            key, value, index_key = gather_rows(self.cp_group, key, value, index_key)
+            index_keys = GatheredRows(self.cp_group, index_key)
+            query, keys_and_values = self._project(hidden_states, context)
+            (index_key,) = index_keys.wait()
             attend = self._attend if context.cache is None else self._attend_cached
-            output = attend(query, key, value, index_query, index_key, context)
+            output = attend(query, keys_and_values, index_query, index_key, context)
         return self.linear_proj(output.flatten(1)[:, None])
 
     @property
@@ -127,20 +129,17 @@ class MSAAttention(MegatronModule):
         short = attention.top_k * attention.block_size
         return dict(block_size=attention.block_size, dense_up_to=short)
 
-    def _project(self, hidden_states: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor, Tensor]:
-        """query [t, n, d], key [t, g, d], value [t, g, d] of this rank's heads, normed and rotated."""
+    def _project(self, hidden_states: Tensor, context: AttentionContext) -> tuple[Tensor, GatheredRows]:
+        """query [t, n, d] and, on their way, key and value [t, g, d] of this rank's heads, normed and rotated."""
         mixed, _ = self.linear_qkv(hidden_states)
         # [t, g, (n/g + 2) d]: each group's query heads, then its key, then its value
         mixed = mixed.squeeze(1).unflatten(-1, (self.num_groups, -1))
         sizes = [self.num_heads // self.num_groups * self.head_dim, self.head_dim, self.head_dim]
         query, key, value = mixed.split(sizes, dim=-1)
+        key = apply_rotation(self._normed(self.key_norm, key), context.cos, context.sin)
+        keys_and_values = GatheredRows(self.cp_group, key, value)
         query = self._normed(self.query_norm, query.reshape(-1, self.num_heads, self.head_dim))
-        key = self._normed(self.key_norm, key)
-        return (
-            apply_rotation(query, context.cos, context.sin),
-            apply_rotation(key, context.cos, context.sin),
-            value,
-        )
+        return apply_rotation(query, context.cos, context.sin), keys_and_values
 
     def _normed(self, norm: nn.Module, heads: Tensor) -> Tensor:
         if self.spec.model.qk_norm is QKNorm.full_vector:
@@ -150,8 +149,7 @@ class MSAAttention(MegatronModule):
     def _attend(
         self,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        keys_and_values: GatheredRows,
         index_query: Tensor,
         index_key: Tensor,
         context: AttentionContext,
@@ -162,11 +160,12 @@ class MSAAttention(MegatronModule):
         # once under full recompute, whose first pass runs without gradients
         measurements = context.measurements if trained or not self.training else None
         depth = self.layer - self.spec.model.num_layers  # of an MTP layer, from 0
-        row_weight = context.mtp_targets[depth].t() if depth >= 0 else None
+        row_weight = context.mtp[depth].mask.t() if depth >= 0 else None
         quality_rows = context.quality_rows if measurements is not None and depth < 0 else None
         if not warmup or quality_rows is not None:
             with torch.no_grad():
                 block_indices, index_lse = select_blocks(index_query, index_key, segments, **self._selection)
+        key, value = keys_and_values.wait()
         if measurements is not None and quality_rows is not None:
             quality = selection_quality(
                 query,
@@ -208,8 +207,7 @@ class MSAAttention(MegatronModule):
     def _attend_cached(
         self,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        keys_and_values: GatheredRows,
         index_query: Tensor,
         index_key: Tensor,
         context: AttentionContext,
@@ -217,7 +215,7 @@ class MSAAttention(MegatronModule):
         """Attention of new tokens [t, n, d] over the cache, which takes them in first; no KL."""
         cache, segments = context.cache, context.segments
         assert cache is not None
-        key, value, index_key = cache.extend(self.layer, key, value, index_key)
+        key, value, index_key = cache.extend(self.layer, *keys_and_values.wait(), index_key)
         if context.phase is Phase.warmup:
             return dense_attention(query, key, value, segments, backend=self._backend)[0]
         if all(q_len == 1 for _, q_len, _, _ in segments.rows):

@@ -6,6 +6,7 @@ state outlives a micro-batch, and two micro-batches in flight cannot read each o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,21 @@ def shift_left(values: Tensor, documents: Tensor) -> Tensor:
     shifted = torch.zeros_like(values)
     shifted[:, :-1] = values[:, 1:] * goes_on
     return shifted
+
+
+@dataclass(frozen=True)
+class LookAhead:
+    """What an MTP depth d, from 0, reads and predicts in one micro-batch: each token's document, d + 1 tokens on."""
+
+    tokens: Tensor
+    """int64 [1, t]; 0 past the document's end, as in the others."""
+    labels: Tensor
+    """int64 [1, t]."""
+    mask: Tensor
+    """float32 [1, t]: 1 where the label is a target. Rows of an MTP layer without one have no KL."""
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> LookAhead:
+        return LookAhead(change(self.tokens), change(self.labels), change(self.mask))
 
 
 @dataclass
@@ -68,15 +84,10 @@ class AttentionContext(PackedSeqParams):
 
     documents: Tensor | None = None
     """int32 [t]: a number for each row's document (its first key row), -1 for padding."""
-    mtp_targets: list[Tensor] = field(default_factory=list)
-    """By MTP depth, [1, t]: 1 where the token so far ahead is a target. Rows of an MTP layer without one have no KL."""
+    mtp: list[LookAhead] = field(default_factory=list)
+    """By MTP depth."""
     mtp_weights: list[float] = field(default_factory=list)
     """By MTP depth: factor on each target's loss: coefficient x LM tokens / (depths x targets of that depth)."""
-
-    def shift_left(self, values: Tensor) -> Tensor:
-        """values [1, t] one token on in each document; 0 at its end."""
-        assert self.documents is not None
-        return shift_left(values, self.documents)
 
     @classmethod
     def build(cls, spec: ModelSpec, segments: Segments, positions: Tensor, phase: Phase, **values) -> AttentionContext:

@@ -9,12 +9,11 @@ from megatron.core.tensor_parallel import (
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .config import ModelSpec
-from .norm import HeadNorm
+from .norm import HeadNorm, sharded_over_tensor_ranks
 from .rope import apply_rotation
 
 
@@ -59,13 +58,4 @@ class Indexer(nn.Module):
         return index_query, index_key.squeeze(1)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
-        """Megatron's hook for checkpoints: the query projection is sharded over the tensor-parallel group."""
-        assert metadata is not None
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(keep_vars=True),
-            prefix,
-            {"query_proj.weight": 0},
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=metadata["dp_cp_group"],
-        )
+        return sharded_over_tensor_ranks(self, {"query_proj.weight": 0}, prefix, sharded_offsets, metadata)

@@ -16,8 +16,14 @@ class DocumentMoELayer(MoELayer):
     def forward(
         self, hidden_states: Tensor, intermediate_tensors: None = None, padding_mask: Tensor | None = None
     ) -> tuple[Tensor, None]:
-        """hidden_states [s, b, h], `padding_mask` int [b, s]: documents, -1 for padding -> (output [s, b, h], None)."""
+        """hidden_states [s, b, h], `padding_mask` int [b, s]: documents, -1 for padding -> (output [s, b, h], None).
+
+        Under sequence parallelism s counts this rank's tokens, and `padding_mask` may be that of all of them: Megatron
+        hands out shares of it on the first pipeline stage alone.
+        """
         documents = padding_mask if padding_mask is None else padding_mask.transpose(0, 1)
+        if documents is not None and len(documents) != len(hidden_states):
+            documents = documents.chunk(self.attn_tp_group.size())[self.attn_tp_group.rank()]
         if self.moe_layer_recompute:
             output = tensor_parallel.checkpoint(self._route_and_compute, False, hidden_states, documents)
         else:

@@ -55,10 +55,7 @@ class DocumentTransformerLayer(TransformerLayer):
 
     def forward(self, *args: Any, packed_seq_params: AttentionContext, **kwargs: Any) -> Any:
         assert packed_seq_params.documents is not None
-        documents = packed_seq_params.documents[None]
-        if self.config.sequence_parallel:
-            documents = documents.chunk(self.pg_collection.tp.size(), dim=1)[self.pg_collection.tp.rank()]
-        kwargs["padding_mask"] = documents
+        kwargs["padding_mask"] = packed_seq_params.documents[None]
         return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
 
 
@@ -71,8 +68,9 @@ class MTPLayer(MultiTokenPredictionLayer):
         hidden_states: Tensor,
         packed_seq_params: AttentionContext,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Token ids [1, t] one further in their documents (0 at the end), positions, their embeddings, states."""
-        input_ids = packed_seq_params.shift_left(input_ids)
+        """Token ids [1, t] of this depth (a rank cannot shift them: the next may be another's), positions, their
+        embeddings, states."""
+        input_ids = packed_seq_params.mtp[self.layer_number - 1].tokens
         hidden_states = make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)
         return input_ids, position_ids, embedding(input_ids=input_ids, position_ids=position_ids), hidden_states
 
@@ -107,12 +105,10 @@ class MTPModel(GPTModel):
         context: AttentionContext = inputs["packed_seq_params"]
         passed = ("input_ids", "position_ids", "hidden_states", "attention_mask", "packed_seq_params")
         states = self.mtp(embedding=self.embedding, **{name: inputs[name] for name in passed})
-        hidden_states, *ahead = states.chunk(1 + len(context.mtp_targets))
-        labels = inputs["labels"]
-        for depth, (states, targets) in enumerate(zip(ahead, context.mtp_targets, strict=True)):
-            labels = context.shift_left(labels)
+        hidden_states, *by_depth = states.chunk(1 + len(context.mtp))
+        for depth, (states, ahead) in enumerate(zip(by_depth, context.mtp, strict=True)):
             logits, _ = self.output_layer(states, weight=weight)
-            total = (self.compute_language_model_loss(labels, logits).float() * targets).sum()
+            total = (self.compute_language_model_loss(ahead.labels, logits).float() * ahead.mask).sum()
             if context.measurements is not None:
                 context.measurements.add_mtp_loss(depth, total.detach().double())
             hidden_states = AttachLoss.apply(hidden_states, total * context.mtp_weights[depth])

@@ -1,5 +1,7 @@
 """RMS norms on torch's fused op, and what tensor parallelism makes of them."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import (
@@ -10,6 +12,22 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.nn import functional as F
+
+
+def sharded_over_tensor_ranks(
+    module: Any, axes: dict[str, int], prefix: str, sharded_offsets: tuple, metadata: dict | None
+) -> dict:
+    """What Megatron's `sharded_state_dict` of `module` must return: parameters of `axes` are split along that axis over
+    its `tp_group`, the others are alike on every rank."""
+    assert metadata is not None
+    return make_sharded_tensors_for_checkpoint(
+        module.state_dict(keep_vars=True),
+        prefix,
+        axes,
+        sharded_offsets,
+        tp_group=module.tp_group,
+        dp_cp_group=metadata["dp_cp_group"],
+    )
 
 
 class RMSNorm(torch.nn.Module):
@@ -70,13 +88,4 @@ class FullVectorNorm(torch.nn.Module):
         return (values * (total / self.size + self.eps).rsqrt() * self.weight).to(channels.dtype)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
-        """Megatron's hook for checkpoints: the weight is sharded over the tensor-parallel group."""
-        assert metadata is not None
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(keep_vars=True),
-            prefix,
-            {"weight": 0},
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=metadata["dp_cp_group"],
-        )
+        return sharded_over_tensor_ranks(self, {"weight": 0}, prefix, sharded_offsets, metadata)

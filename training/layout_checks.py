@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from .check_tools import choices, divisors, value_of
+from .check_tools import choices, divisors, near, value_of
 
 if TYPE_CHECKING:
     from .config import TrainConfig
@@ -21,6 +21,9 @@ def layout_problems(config: TrainConfig, world_size: int | None) -> Iterator[str
             f"parallel.expert ({parallel.expert}) must divide moe.num_experts ({config.moe.num_experts}). "
             f"Use {choices(divisors(config.moe.num_experts))}."
         )
+    for key in ("expert", "expert_tensor"):
+        if (size := getattr(parallel, key)) > 1 and not config.spec.moe_layers:
+            yield f"parallel.{key} ({size}) has no effect without MoE layers. Set parallel.{key}=1."
     if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
         yield (
             f"parallel.virtual_pipeline ({parallel.virtual_pipeline}) needs parallel.pipeline above 1. "
@@ -41,7 +44,8 @@ def layout_problems(config: TrainConfig, world_size: int | None) -> Iterator[str
         if world_size % size:
             yield (
                 f"{name} ({size}) must divide the number of processes ({world_size}). Use a product out of "
-                f"{choices(divisors(world_size))}, or start another number of processes."
+                f"{choices(divisors(world_size))}, or start {choices(near(world_size, parallel.smallest_world))} "
+                "processes."
             )
 
 
@@ -70,10 +74,14 @@ def _tensor(config: TrainConfig) -> Iterator[str]:
         )
     for key in ("model.vocab_size", "moe.dense_hidden_size", "moe.shared_hidden_size"):
         if (size := int(value_of(config, key))) % tensor:
-            above = -(-size // tensor) * tensor
             # a vocabulary must not shrink below the tokenizer's
-            near = {above} if key == "model.vocab_size" else {above, max(above - tensor, tensor)}
-            yield f"{key} ({size}) must be a multiple of parallel.tensor ({tensor}). Use {choices(sorted(near))}."
+            sizes = near(size, tensor)[-1:] if key == "model.vocab_size" else near(size, tensor)
+            yield f"{key} ({size}) must be a multiple of parallel.tensor ({tensor}). Use {choices(sizes)}."
+    if model.mtp_layers and model.hidden_size % tensor:
+        yield (
+            f"model.hidden_size ({model.hidden_size}) must be a multiple of parallel.tensor ({tensor}) with "
+            f"model.mtp_layers. Use {choices(near(model.hidden_size, tensor))}."
+        )
     if config.spec.moe_layers and not parallel.sequence:
         yield (
             f"parallel.tensor ({tensor}) with MoE layers needs parallel.sequence: every rank would route every token. "
@@ -84,11 +92,6 @@ def _tensor(config: TrainConfig) -> Iterator[str]:
 def _context(config: TrainConfig) -> Iterator[str]:
     """What splits the tokens of a micro-batch: two chunks for each context rank, then equal parts with `sequence`."""
     parallel, training = config.parallel, config.training
-    if parallel.context > 1 and config.model.mtp_layers:
-        yield (
-            f"parallel.context ({parallel.context}) with model.mtp_layers ({config.model.mtp_layers}) is not available "
-            "in this version: MTP would look ahead across the ranks' borders. Set one of them to 1 or 0."
-        )
     parts = 2 * parallel.context if parallel.context > 1 else 1
     name = "2 x parallel.context" if parallel.context > 1 else "parallel.tensor"
     if parallel.sequence:
@@ -115,20 +118,13 @@ def batch_problems(config: TrainConfig, world_size: int) -> Iterator[str]:
     training, parallel = config.training, config.parallel
     data_parallel = parallel.data_parallel(world_size)
     rows = training.micro_batch_size * data_parallel
+    unit, product = "micro_batch_size x data-parallel size", f"{training.micro_batch_size} x {data_parallel}"
+    if parallel.virtual_pipeline > 1:
+        # Megatron's interleaved schedule takes micro-batches in rounds of as many as there are stages
+        rows *= parallel.pipeline
+        unit, product = f"{unit} x parallel.pipeline, with virtual stages,", f"{product} x {parallel.pipeline}"
     for key in ("global_batch_size", "eval_samples"):
         if (size := getattr(training, key)) % rows:
-            yield (
-                f"training.{key} ({size}) must be a multiple of micro_batch_size x data-parallel size "
-                f"({training.micro_batch_size} x {data_parallel}). Use {rows * max(1, round(size / rows))}."
-            )
+            yield f"training.{key} ({size}) must be a multiple of {unit} ({product}). Use {choices(near(size, rows))}."
     if bad := [size for size in training.batch_ramp[:2] if size % rows]:
-        yield (
-            f"training.batch_ramp: start and increment {bad} must be multiples of micro_batch_size x data-parallel "
-            f"size ({training.micro_batch_size} x {data_parallel})."
-        )
-    num_micro_batches = training.global_batch_size // rows
-    if parallel.virtual_pipeline > 1 and num_micro_batches % parallel.pipeline:
-        yield (
-            f"with parallel.virtual_pipeline the micro-batches of a step ({num_micro_batches}) must be a multiple of "
-            f"parallel.pipeline ({parallel.pipeline}). Change training.global_batch_size."
-        )
+        yield f"training.batch_ramp: start and increment {bad} must be multiples of {unit} ({product})."

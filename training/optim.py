@@ -35,9 +35,13 @@ CLIP_GROUPS = ("backbone", "indexer")
 class TorchAdamDistributedOptimizer(DistributedOptimizer):
     """Megatron 0.16.1's distributed optimizer with torch's Adam, able to save before its first step and to resume.
 
-    torch creates Adam's state in the first step, Megatron asks for it before; and Megatron's load hands one shared step
-    tensor to all parameters, so that each would advance every other's. Goes when both are fixed upstream.
+    torch creates Adam's state in the first step, Megatron asks for it before; Megatron's load hands one shared step
+    tensor to all parameters, so that each would advance every other's; and its save reads the number of steps off some
+    parameter, of which the experts' optimizer has none on a stage without experts. Goes when all are fixed upstream.
     """
+
+    num_steps = 0.0
+    """Steps that were applied: what a parameter's own count says, where there is a parameter."""
 
     def _ensure_state(self) -> None:
         for group in self.optimizer.param_groups:
@@ -49,11 +53,21 @@ class TorchAdamDistributedOptimizer(DistributedOptimizer):
                         exp_avg_sq=torch.zeros_like(parameter),
                     )
 
+    def step_with_ready_grads(self) -> bool:
+        self.num_steps += 1
+        return super().step_with_ready_grads()
+
     def state_dict(self) -> dict:
         self._ensure_state()
-        return super().state_dict()
+        if self.optimizer.state:
+            return super().state_dict()
+        groups = [dict(group, step=self.num_steps) for group in self.optimizer.state_dict()["param_groups"]]
+        for group in groups:
+            del group["params"]
+        return {"optimizer": {"param_groups": groups}}
 
     def load_state_dict(self, state_dict: dict) -> None:
+        self.num_steps = state_dict["optimizer"]["param_groups"][0]["step"]
         self._ensure_state()
         super().load_state_dict(state_dict)
         for state in self.optimizer.state.values():
@@ -71,10 +85,23 @@ class TorchAdamDistributedOptimizer(DistributedOptimizer):
 def wrap_with_ddp(chunks: Sequence[nn.Module]) -> list[DistributedDataParallel]:
     """Megatron's DDP around each model chunk: fp32 gradient buffers, reduced once a step."""
     config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
-    return [
+    wrapped = [
         DistributedDataParallel(chunk.config, config, chunk, disable_bucketing=order > 0)
         for order, chunk in enumerate(chunks)
     ]
+    for chunk in wrapped:
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            _count_padding_between_buckets(buffer)
+    return wrapped
+
+
+def _count_padding_between_buckets(buffer: Any) -> None:
+    """Megatron 0.16.1 collects a buffer's optimizer state without the padding behind each bucket, then cuts parameters
+    out of it at offsets that count the padding: with several buckets a checkpoint has shifted weights and moments. An
+    embedding that two pipeline stages share is a bucket of its own. Padding counts here, but for the last bucket's."""
+    for bucket in buffer.buckets[:-1]:
+        bucket.numel_unpadded = bucket.grad_data.numel()
+    buffer.numel_unpadded = sum(bucket.numel_unpadded for bucket in buffer.buckets)
 
 
 def build_optimizer(chunks: list[DistributedDataParallel], spec: ModelSpec, optim: OptimConfig) -> ChainedOptimizer:

@@ -9,13 +9,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
-from ..data.packing import PADDING, PackedBatch
+from ..data.packing import PADDING, PackedBatch, own_chunks
 from ..kernels import Segments, SelectionQuality
 from ..model.config import ModelSpec, Phase
-from ..model.context import AttentionContext, Measurements, shift_left
+from ..model.context import AttentionContext, LookAhead, Measurements, shift_left
 from ..model.gpt import routers
 from ..model.parallel import data_group, device, model_group
 
@@ -65,13 +64,13 @@ def run_micro_batches(
     """
     num_tokens = batches[0].tokens.numel()
     context_rank = parallel_state.get_context_parallel_rank()
+    ahead = [look_ahead(spec, batch, context_rank) for batch in batches]
     batches = [batch.share(context_rank, spec.parallel.context) for batch in batches]
-    ahead = [mtp_targets(spec, batch) for batch in batches]
     counts = torch.tensor(
         [
             sum(batch.num_target_tokens for batch in batches),
             sum(batch.num_valid_rows for batch in batches),
-            *(sum(int(targets[depth].sum()) for targets in ahead) for depth in range(spec.model.mtp_layers)),
+            *(sum(int(by_depth[depth].mask.sum()) for by_depth in ahead) for depth in range(spec.model.mtp_layers)),
         ],
         dtype=torch.int64,
         device=device(),
@@ -90,9 +89,9 @@ def run_micro_batches(
         router.loss_weight = lm_tokens / max(valid_rows, 1)
 
     def forward_step(
-        batch_iterator: Iterator[tuple[PackedBatch, list[Tensor]]], model: nn.Module
+        batch_iterator: Iterator[tuple[PackedBatch, list[LookAhead]]], model: nn.Module
     ) -> tuple[Tensor, Any]:
-        batch, targets = next(batch_iterator)
+        batch, by_depth = next(batch_iterator)
         batch, numbers = batch.to(device()), documents(batch.segments, device())
         context = AttentionContext.build(
             spec,
@@ -100,21 +99,16 @@ def run_micro_batches(
             batch.positions[0],
             quality_rows=sampled_rows(batch, share) if plan.sample_rows else None,
             documents=numbers,
-            mtp_targets=[mask.to(device()) for mask in targets],
+            mtp=[one.map(lambda values: values.to(device())) for one in by_depth],
             **values,
         )
-        padding = numbers[None]
-        if spec.parallel.sequence and not get_attr_wrapped_model(model, "pre_process"):
-            # Megatron hands each rank its share of the mask on the first pipeline stage only
-            rank = parallel_state.get_tensor_model_parallel_rank()
-            padding = padding.chunk(spec.parallel.tensor, dim=1)[rank]
         losses = model(
             batch.tokens,
             batch.positions,
             None,
             labels=batch.labels,
             packed_seq_params=context,
-            padding_mask=padding,
+            padding_mask=numbers[None],
         )
         return losses, partial(_masked_sum, batch.loss_mask)
 
@@ -132,12 +126,12 @@ def run_micro_batches(
     return _reduce(spec, measurements, lm_loss, lm_tokens, valid_rows, num_mtp_targets, bool(plan.sample_rows))
 
 
-def mtp_targets(spec: ModelSpec, batch: PackedBatch) -> list[Tensor]:
-    """By MTP depth, [1, t]: the LM loss mask so many tokens on in each document."""
-    numbers, masks = documents(batch.segments, "cpu"), [batch.loss_mask]
+def look_ahead(spec: ModelSpec, batch: PackedBatch, context_rank: int) -> list[LookAhead]:
+    """By MTP depth: this context rank's share of the whole micro-batch `batch`, so many tokens on."""
+    numbers, depths = documents(batch.segments, "cpu"), [LookAhead(batch.tokens, batch.labels, batch.loss_mask)]
     for _ in spec.mtp_layers:
-        masks.append(shift_left(masks[-1], numbers))
-    return masks[1:]
+        depths.append(depths[-1].map(lambda values: shift_left(values, numbers)))
+    return [one.map(lambda values: own_chunks(values, context_rank, spec.parallel.context)) for one in depths[1:]]
 
 
 def documents(segments: Segments, place: torch.device | str) -> Tensor:

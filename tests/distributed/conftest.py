@@ -8,15 +8,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from megatron.core import dist_checkpointing
 
 from msa_pretrain.data.prepare import write_indexed_dataset
+from msa_pretrain.model.parallel import distributed
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
 from plans import (  # noqa: E402  (scripts beside the tests, not a package)
     ALONE,
+    CONTEXT_DOCUMENTS,
     CUTS,
+    DOCUMENTS,
+    EXACT,
     FOUR_PROCESSES,
     LAYOUTS,
     MTP,
@@ -24,7 +30,9 @@ from plans import (  # noqa: E402  (scripts beside the tests, not a package)
     PAIRS,
     RAMP,
     RESUMED,
+    ROW,
     SHARED_SAMPLES,
+    TIED,
     VARIANT_LAYOUTS,
     VARIANTS,
 )
@@ -41,6 +49,8 @@ class Launcher:
             (f"doc{number}", generator.integers(0, 39, generator.integers(1, 40)).tolist()) for number in range(400)
         ]
         write_indexed_dataset(iter(documents), directory / "data", vocab_size=40, eod_id=39)
+        self.logs: dict[str, Path] = {}
+        """Run's name -> the output of its job."""
         self._plans = 0
 
     def launch(self, world_size: int, runs: list[Run], *, torchrun: bool = True, killed: bool = False) -> None:
@@ -50,7 +60,9 @@ class Launcher:
         plan.write_text(json.dumps([asdict(run) for run in runs]))
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"] if torchrun else []
         command = [sys.executable, "-W", "ignore", *launcher, str(HERE / "walker.py"), str(self.directory), str(plan)]
-        log = plan.with_suffix(".log")  # a file: a pipe would wait for every process that a killed job leaves behind
+        log = plan.with_suffix(".log")
+        self.logs |= {run.name: log for run in runs}
+        # a file: a pipe would wait for every process that a killed job leaves behind
         with log.open("w") as file:
             done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, timeout=1200, check=False)
         if killed:
@@ -61,8 +73,35 @@ class Launcher:
     def seen(self, name: str, rank: int = 0) -> dict:
         return json.loads((self.directory / f"{name}.rank{rank}.json").read_text())
 
+    def gradients(self, name: str, step: int) -> dict[str, torch.Tensor]:
+        """Parameter's global name -> its whole gradient of that step, of a run with plans.EXACT that saved then."""
+        with distributed():
+            state = dist_checkpointing.load_plain_tensors(str(self.checkpoint(name, step)))
+        moment = "optimizer.state.exp_avg."
+        found = {key.removeprefix(moment): value.double() for key, value in state.items() if key.startswith(moment)}
+        assert len(found) > 50 and all(value.isfinite().all() and value.any() for value in found.values())
+        return found
+
     def checkpoint(self, folder: str, step: int) -> Path:
         return self.directory / "runs" / folder / "checkpoints" / f"step_{step}"
+
+
+RATIOS = pytest.StashKey[list]()
+
+
+@pytest.fixture(scope="session")
+def ratios(request) -> list[list[str]]:
+    """Rows of the table that ends the session's output: a layout's values over those of one process."""
+    return request.config.stash.setdefault(RATIOS, [])
+
+
+def pytest_terminal_summary(terminalreporter, config) -> None:
+    if rows := config.stash.get(RATIOS, []):
+        head = ["layout", "processes", "phase", "loss", "KL", "norm", "index norm", "worst gradient's error"]
+        widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+        terminalreporter.section("layouts over one process")
+        for row in (head, *rows):
+            terminalreporter.write_line("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)))
 
 
 @pytest.fixture(scope="session")
@@ -78,6 +117,7 @@ def walked(launcher, request):
     # tensor parallelism sends many messages: twelve steps of the twenty
     cut_long = dict(stop_before=13, save_at=[11], **long)
     short = dict(steps=4, warmup_steps=2, padded=True)
+    each_phase = dict(steps=2, warmup_steps=1, save_at=[1, 2])
     launcher.launch(
         1,
         [
@@ -88,6 +128,7 @@ def walked(launcher, request):
             Run("whole_7", warmup_steps=7),
             Run("idle_one", favour_first_half=True),
             Run("mtp_one", MTP),
+            *(Run(name, [*ROW, *EXACT], documents=documents, **each_phase) for name, documents in DOCUMENTS.items()),
             Run("ramp_whole", RAMP),
             Run("ramp_cut", RAMP, "ramp", save_at=[4], stop_before=6),
         ],
@@ -110,6 +151,10 @@ def walked(launcher, request):
             *(Run(name, VARIANTS[of] + overrides, **short) for name, (of, overrides) in VARIANT_LAYOUTS.items()),
             *(Run(f"{name}_whole", overrides) for name, overrides in RESUMED.items()),
             Run("nan", nan_at=3),
+            *(
+                Run(name, [*ROW, *EXACT, *LAYOUTS["cp2"]], documents=documents, **each_phase)
+                for name, documents in CONTEXT_DOCUMENTS.items()
+            ),
             *(Run(name, overrides, save_at=[5]) for name, overrides in MTP_LAYOUTS.items()),
             Run("idle", LAYOUTS["ep2_alltoall"], favour_first_half=True),
             Run("batched_p2p", LAYOUTS["pp2_vpp2"], steps=3, warmup_steps=3, batched_p2p=True),
@@ -141,7 +186,10 @@ def walked(launcher, request):
         [
             *(Run(name, warmup_steps=warmup) for name, (warmup, _) in CUTS.items()),
             Run("ramp", RAMP),
-            *(Run(f"{name}_to_one", load=checkpoint[name], **loaded) for name in RESUMED),
+            *(
+                Run(f"{name}_to_one", TIED if name.startswith("tied") else [], load=checkpoint[name], **loaded)
+                for name in RESUMED
+            ),
             *(Run(f"{name}_to_one", MTP, load=str(launcher.checkpoint(name, 5))) for name in MTP_LAYOUTS),
         ],
         torchrun=False,

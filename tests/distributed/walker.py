@@ -69,6 +69,8 @@ class Run:
     """Step at which the last rank's first micro-batch gets a NaN loss. 0: none."""
     padded: bool = False
     """Turn the last document part of each micro-batch into padding."""
+    documents: list[list[int]] = field(default_factory=list)
+    """Train every step on these micro-batches of document lengths instead of the data; below 0: padding."""
     favour_first_half: bool = False
     """Set every router's bias so that only the first half of the experts gets tokens."""
     batched_p2p: bool = False
@@ -143,6 +145,8 @@ def execute(config, run: Run, directory: Path) -> dict:
                 raise Left
             if run.padded:
                 batches = [padded(batch) for batch in batches]
+            if run.documents:
+                batches = written(run.documents)
             decisions.begin(self.state.step + 1, batches)
             if self.state.step + 1 == run.nan_at and dist.get_rank() == dist.get_world_size() - 1:
                 batches[0].loss_mask[0, 0] = float("nan")
@@ -218,6 +222,44 @@ def padded(batch):
     )
 
 
+def written(documents: list[list[int]]) -> list:
+    """Micro-batches of `documents`' lengths: the text of one, and its number, follow from how many came before it."""
+    import torch
+
+    from msa_pretrain.data.packing import PADDING, PackedBatch
+    from msa_pretrain.kernels import Segments
+
+    batches, number = [], 0
+    for lengths in documents:
+        size = sum(map(abs, lengths))
+        tokens, labels = torch.zeros(2, 1, size, dtype=torch.long)
+        loss_mask, ids, rows, start = torch.zeros(1, size), torch.full((size,), PADDING), [], 0
+        for length in lengths:
+            if length > 0:
+                text = torch.randint(39, (length,), generator=torch.Generator().manual_seed(number))
+                tokens[0, start : start + length] = text
+                labels[0, start : start + length - 1] = text[1:]
+                loss_mask[0, start : start + length - 1] = 1
+                ids[start : start + length] = number
+                rows.append((start, length, start, length))
+                number += 1
+            start += abs(length)
+        segments = Segments(rows=tuple(rows), num_queries=size, num_keys=size)
+        batches.append(
+            PackedBatch(
+                tokens=tokens,
+                labels=labels,
+                loss_mask=loss_mask,
+                segments=segments,
+                positions=segments.positions("cpu")[None],
+                document_ids=ids,
+                num_target_tokens=int(loss_mask.sum()),
+                num_valid_rows=segments.num_valid_rows,
+            )
+        )
+    return batches
+
+
 class Left(Exception):
     """The run stops here without saving, as after a kill."""
 
@@ -278,6 +320,9 @@ class Decisions:
             *_, index_query, index_key, context = inputs
             if module.training and torch.is_grad_enabled() and context.phase.name == "sparse":
                 attention, where = module.spec.attention, f"attention{module.layer}"
+                names = self._names(where)
+                if not context.segments.rows:  # a context-parallel rank may have nothing but padding
+                    return
                 options = dict(block_size=attention.block_size)
                 scores = block_scores(index_query, index_key, context.segments, **options)  # [t, g, m]
                 local = context.segments.positions("cpu") // attention.block_size
@@ -288,7 +333,7 @@ class Decisions:
                 margins = (ranked.values[..., k - 1] - ranked.values[..., k]).nan_to_num(nan=9.0, posinf=9.0)
                 chosen, margins = ranked.indices[..., :k].tolist(), margins.tolist()
                 groups = len(chosen[0])
-                for name, row, margin in zip(self._names(where), chosen, margins, strict=True):
+                for name, row, margin in zip(names, chosen, margins, strict=True):
                     for group in range(groups):
                         self.taken[f"{name}/{tp_rank * groups + group}"] = [row[group], margin[group]]
 

@@ -47,6 +47,35 @@ def test_a_load_shares_one_step_tensor_among_all_parameters(rig, tiny_config, ba
     assert max(steps) > 2.0
 
 
+def test_an_optimizer_without_parameters_cannot_be_read(rig, tiny_config, batch_of):
+    """As that of the experts on a pipeline stage without MoE layers. Remedy: num_steps."""
+    one = rig(tiny_config())
+    one.backward(batch_of(0, 20), phase=Phase.sparse)
+    clip_and_step(one.optimizer, LIMITS)
+    experts = one.optimizer.chained_optimizers[-1]
+    whole = experts.state_dict()["optimizer"]["param_groups"]
+    experts.optimizer.state.clear()
+    for group in experts.optimizer.param_groups:
+        group["params"] = []
+    with pytest.raises(AssertionError):
+        DistributedOptimizer.state_dict(experts)
+    assert experts.state_dict()["optimizer"]["param_groups"] == whole and whole[0]["step"] == 1.0
+
+
+def test_padding_between_buckets_shifts_the_saved_state(rig, tiny_config):
+    """The last parameter ends behind the state that is collected. Remedy: _count_padding_between_buckets."""
+    config = tiny_config("model.tie_embeddings=true")
+    rig(config)  # a world
+    model = build_model(config.spec, 20)[0]
+    model.embedding.word_embeddings.weight.shared_embedding = True  # as Megatron marks one that two stages share
+    settings = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+    shipped = DistributedDataParallel(model.config, settings, model).buffers[0]
+    ours = optim.wrap_with_ddp([model])[0].buffers[0]
+    ends = {max(end for _, end, _ in buffer.param_index_map.values()) for buffer in (shipped, ours)}
+    assert len(shipped.buckets) == 2
+    assert ends == {ours.numel_unpadded} and shipped.numel_unpadded < ours.numel_unpadded
+
+
 def test_groups_without_an_identifier_of_their_own_are_merged_by_a_load(rig, tiny_config, monkeypatch):
     """Remedy: INDEXER_TAG. Without it the backbone's groups come back with the index branch's rate."""
     monkeypatch.setattr(optim, "INDEXER_TAG", 1.0)

@@ -264,7 +264,8 @@ def test_qk_norms_follow_their_formulas(rig, tiny_config):
         with torch.no_grad():
             attention.query_norm.weight.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(2))
         context = type("Context", (), {"cos": torch.empty(5, 1, 0), "sin": torch.empty(5, 1, 0)})
-        query, _, value = attention._project(hidden, context)
+        query, keys_and_values = attention._project(hidden, context)
+        _, value = keys_and_values.wait()
         weight = attention.linear_qkv.weight.view(3, 4, 8, 24)  # per group: two query heads, key, value
         raw = torch.einsum("th,grdh->tgrd", hidden[:, 0], weight)
         expected = raw[:, :, :2].reshape(5, 6, 8)

@@ -76,6 +76,14 @@ BAD = {
         ["parallel.tensor=2", "parallel.sequence=true", "parallel.expert_tensor=2", "moe.expert_hidden_size=101"],
         "parallel.expert_tensor (2) must divide moe.expert_hidden_size (101). Use 1.",
     ),
+    "experts without MoE layers": (
+        ["parallel.tensor=2", "parallel.expert=2", "parallel.expert_tensor=2", "moe.dense_mlp_layers=[0,1,2,3]"],
+        "parallel.expert (2) has no effect without MoE layers. Set parallel.expert=1.",
+    ),
+    "MTP and tensor size": (
+        ["parallel.tensor=2", "parallel.sequence=true", "model.mtp_layers=1", "model.hidden_size=127"],
+        "model.hidden_size (127) must be a multiple of parallel.tensor (2) with model.mtp_layers. Use 126 or 128.",
+    ),
     "k below one": (["attention.top_k=0"], "attention.top_k (0) must be at least 1."),
     "block size zero": (["attention.block_size=0"], "attention.block_size (0) must be at least 1."),
     "no room for the local block": (
@@ -126,7 +134,8 @@ BAD = {
     "dense MLP without size": (["moe.dense_hidden_size=0"], "moe.dense_hidden_size (0) and moe.dense_mlp_layers ([0])"),
     "batch size": (
         ["training.global_batch_size=6", "training.total_tokens=3_072_000"],
-        "training.global_batch_size (6) must be a multiple of micro_batch_size x data-parallel size (4 x 1). Use 8.",
+        "training.global_batch_size (6) must be a multiple of micro_batch_size x data-parallel size (4 x 1). Use 4 or "
+        "8.",
     ),
     "ramp of two": (["training.batch_ramp=[1,2]"], "training.batch_ramp ([1, 2]) must be three numbers above 0"),
     "ramp that misses": (
@@ -349,3 +358,24 @@ def test_worlds_of_tensor_and_expert_parallelism_need_not_be_products(config_of)
 def test_tensor_parallelism_without_moe_layers_needs_no_sequence_parallelism(config_of):
     config = config_of("parallel.tensor=2", "moe.dense_mlp_layers=[0,1,2,3]", world_size=2)
     assert not config.parallel.sequence
+
+
+def test_other_numbers_of_processes_are_named(config_of):
+    with pytest.raises(ConfigError, match=r"Use a product out of 1 or 3, or start 2 or 4 processes\."):
+        config_of("parallel.pipeline=2", world_size=3)
+
+
+def test_virtual_stages_take_micro_batches_in_rounds(config_of):
+    """Of a step, of its ramp and of validation, whose schedule is the same."""
+    layout = ["parallel.pipeline=2", "parallel.virtual_pipeline=2", "training.micro_batch_size=1"]
+    config_of(*layout, "training.batch_ramp=[2,2,8]", world_size=2)
+    unit = "micro_batch_size x data-parallel size x parallel.pipeline, with virtual stages, (1 x 1 x 2)"
+    with pytest.raises(ConfigError) as caught:
+        config_of(*layout, "training.batch_ramp=[1,1,8]", "training.eval_samples=15", world_size=2)
+    assert caught.value.problems == [
+        f"training.eval_samples (15) must be a multiple of {unit}. Use 14 or 16.",
+        f"training.batch_ramp: start and increment [1, 1] must be multiples of {unit}.",
+    ]
+    with pytest.raises(ConfigError) as caught:
+        config_of(*layout, "training.global_batch_size=5", "training.total_tokens=512000", world_size=2)
+    assert caught.value.problems == [f"training.global_batch_size (5) must be a multiple of {unit}. Use 4 or 6."]
