@@ -2,11 +2,13 @@
 
 import logging
 import os
+import sys
 import time
 
 import torch
 import torch.distributed as dist
 
+from ..data.loader import DataExhaustedError
 from ..model.config import AttentionBackend
 from ..model.megatron_compat import warn_untested_versions
 from ..model.parallel import distributed, model_parallel
@@ -21,7 +23,10 @@ logger = logging.getLogger(__name__)
 
 
 def train(config: TrainConfig, overrides: list[str]) -> None:
-    """Run `config` on this rank; rank 0 prints the summary and the path of the report at the end."""
+    """Run `config` on this rank; rank 0 prints the summary and the path of the report at the end.
+
+    Exits with status 1 on every rank, and rank 0 with a message, when the data end before the token budget.
+    """
     if config.attention.backend is AttentionBackend.triton and not torch.cuda.is_available():
         raise ConfigError(["attention.backend=triton needs a CUDA GPU, and torch sees none. Use reference."])
     if config.training.deterministic:
@@ -35,7 +40,13 @@ def train(config: TrainConfig, overrides: list[str]) -> None:
         folder.prepare(config, overrides)
         with folder.capture_logs():
             warn_untested_versions()
-            Trainer(config, folder).run()
+            try:
+                Trainer(config, folder).run()
+            except DataExhaustedError as err:  # a run that ends early has failed
+                if dist.get_rank() == 0:
+                    print(err, file=sys.stderr, flush=True)
+                dist.barrier()  # torchrun ends the others as soon as one has gone
+                sys.exit(1)
             logger.info("finished in %.1f s", time.perf_counter() - start)
         if dist.get_rank() == 0:
             print(format_summary(summarize_run(folder.path)))
