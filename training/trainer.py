@@ -20,7 +20,7 @@ from .config import TrainConfig, to_dict
 from .console import ProgressLine
 from .curriculum import Stage
 from .datasets import EvaluationSet, build_datasets
-from .evaluation import evaluate, evaluation_metrics, indexer_metrics
+from .evaluation import evaluate, evaluation_metrics, indexer_metrics, loss_metrics
 from .init_from import init_weights
 from .optim import LearningRates, build_optimizer, clip_and_step, wrap_with_ddp
 from .phases import phase_at
@@ -163,7 +163,13 @@ class Trainer:
         if step % tracking.log_every and not measured:
             return
         values: dict[str, Any] = {
-            "train/lm_loss": sums.mean_lm_loss,
+            **loss_metrics(
+                sums,
+                self.spec,
+                kl_coef=config.training.kl_coef,
+                mtp_coef=config.training.mtp_coef,
+                balance=load.get("moe/weighted_losses", 0.0),
+            ),
             "train/phase": phase.name,
             "train/seq_length": seq_length,
             "optim/lr": rates["backbone"],
@@ -176,7 +182,7 @@ class Trainer:
             values |= {
                 "optim/indexer_lr": rates["indexer"],
                 "optim/indexer_grad_norm": outcome.norms["indexer"],
-                **indexer_metrics(sums, self.spec, config.training.kl_coef),
+                **indexer_metrics(sums, self.spec),
             }
         if load.get("moe/aux_loss", 1.0) < 0.9:
             logger.warning(
@@ -184,12 +190,6 @@ class Trainer:
                 step,
                 load["moe/aux_loss"],
             )
-        values["train/loss"] = values.get("train/loss", sums.mean_lm_loss) + load.get("moe/weighted_losses", 0.0)
-        if sums.mtp_losses:
-            mtp_loss = sum(sums.mtp_losses) / len(sums.mtp_losses)
-            values |= {f"train/mtp_loss/depth_{depth}": loss for depth, loss in enumerate(sums.mtp_losses, start=1)}
-            values |= {"train/mtp_loss": mtp_loss}
-            values["train/loss"] += config.training.mtp_coef * mtp_loss
         self._log(values)
 
     def _speed(self, seconds: float, num_tokens: int, batches: list[PackedBatch], phase: Phase) -> dict[str, float]:
