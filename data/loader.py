@@ -48,12 +48,12 @@ class TrainingStream:
         *,
         consumed_samples: int,
         global_batch_size: int | Callable[[int], int],
-        micro_batch_size: int,
+        micro_batch_size: int | Callable[[int], int],
         dp_rank: int,
         dp_size: int,
         num_workers: int = 0,
     ) -> None:
-        """`global_batch_size`: of every step, or (a ramp-up) of the step that starts after so many consumed samples."""
+        """Batch sizes: of every step, or (ramp-up, longer samples) of the step that starts after so many samples."""
         if consumed_samples < 0:
             raise ValueError(f"consumed_samples ({consumed_samples}) must not be negative.")
         if num_workers < 0:
@@ -61,12 +61,23 @@ class TrainingStream:
         self.consumed_samples = consumed_samples
         self._num_samples = len(dataset)  # type: ignore[arg-type]
         self._size_at = global_batch_size if callable(global_batch_size) else lambda _: global_batch_size
-        self._rows = micro_batch_size * dp_size
-        _check_layout("global_batch_size", self._size_at(consumed_samples), micro_batch_size, dp_rank, dp_size)
-        layout = {"micro_batch_size": micro_batch_size, "dp_rank": dp_rank, "dp_size": dp_size}
+        self._micro_size_at = micro_batch_size if callable(micro_batch_size) else lambda _: micro_batch_size
+        self._dp_size = dp_size
+        sizes = self._size_at(consumed_samples), self._micro_size_at(consumed_samples)
+        _check_layout("global_batch_size", *sizes, dp_rank, dp_size)
+
+        def indices(consumed: int) -> list[list[int]]:
+            return batch_indices(
+                consumed,
+                global_batch_size=self._size_at(consumed),
+                micro_batch_size=self._micro_size_at(consumed),
+                dp_rank=dp_rank,
+                dp_size=dp_size,
+            )
+
         loader = DataLoader(
             dataset,
-            batch_sampler=_MicroBatchSampler(consumed_samples, self._num_samples, self._size_at, layout),
+            batch_sampler=_MicroBatchSampler(consumed_samples, self._num_samples, self._size_at, indices),
             collate_fn=collate,
             num_workers=num_workers,
             worker_init_fn=_ignore_sigterm if num_workers else None,
@@ -83,9 +94,10 @@ class TrainingStream:
         if self.consumed_samples + size > self._num_samples:
             raise DataExhaustedError(
                 f"the training data are exhausted: {self.consumed_samples} of {self._num_samples} samples are consumed "
-                f"and the next step needs {size}. Build the dataset with more samples."
+                f"and the next step needs {size}. Use a training.total_tokens that the data cover."
             )
-        batches = [next(self._batches) for _ in range(size // self._rows)]
+        rows = self._micro_size_at(self.consumed_samples) * self._dp_size
+        batches = [next(self._batches) for _ in range(size // rows)]
         self.consumed_samples += size
         return batches
 
@@ -124,15 +136,19 @@ class _MicroBatchSampler:
     """Index lists of the micro-batches of all steps from `consumed_samples` to the end of the samples."""
 
     def __init__(
-        self, consumed_samples: int, num_samples: int, size_at: Callable[[int], int], layout: dict[str, int]
+        self,
+        consumed_samples: int,
+        num_samples: int,
+        size_at: Callable[[int], int],
+        indices: Callable[[int], list[list[int]]],
     ) -> None:
         self._consumed_samples, self._num_samples = consumed_samples, num_samples
-        self._size_at, self._layout = size_at, layout
+        self._size_at, self._indices = size_at, indices
 
     def __iter__(self) -> Iterator[list[int]]:
         consumed = self._consumed_samples
         while consumed + (size := self._size_at(consumed)) <= self._num_samples:
-            yield from batch_indices(consumed, global_batch_size=size, **self._layout)
+            yield from self._indices(consumed)
             consumed += size
 
 

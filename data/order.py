@@ -28,14 +28,16 @@ class Stage:
     shares: dict[str, float]  # prefix -> share of the samples, adding up to 1
 
 
-def blend_order(stages: Sequence[Stage], num_samples: int) -> tuple[np.ndarray, np.ndarray]:
+def blend_order(
+    stages: Sequence[Stage], num_samples: int, sources: Sequence[str] | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """(number of the source int16 [num_samples], number of the sample within it int64 [num_samples]).
 
-    Sources are numbered in the order in which the stages name them. At any time each has given its share of the
-    samples of the current stage to within one; a source goes on in the next stage where it was.
+    Sources are numbered as in `sources`, by default in the order in which the stages name them. At any time each has
+    given its share of the samples of the current stage to within one; a source goes on in the next stage where it was.
     """
     helpers = compiled_helpers()
-    sources = source_names(stages)
+    sources = source_names(stages) if sources is None else list(sources)
     source, sample = np.zeros(num_samples, dtype=np.int16), np.zeros(num_samples, dtype=np.int64)
     used = np.zeros(len(sources), dtype=np.int64)
     for stage, end in zip(stages, [*(stage.start for stage in stages[1:]), num_samples], strict=True):
@@ -74,11 +76,7 @@ def concat_order(lengths: np.ndarray, *, num_samples: int, seq_length: int, seed
     """
     num_tokens = int(lengths.sum(dtype=np.int64))
     num_epochs = epochs_for(num_tokens, num_samples, seq_length)
-    if lengths.size * num_epochs > MAX_DOCUMENT_INDEX:
-        raise ValueError(
-            f"{lengths.size} documents in {num_epochs} epochs exceed the limit of {MAX_DOCUMENT_INDEX} document "
-            "entries of a source. Split the source or draw fewer samples."
-        )
+    check_entries(lengths.size * num_epochs, lengths.size, num_epochs)
     documents = np.empty(lengths.size * num_epochs, dtype=np.int32)
     shuffles: list[np.ndarray] = []
     done = 0
@@ -97,6 +95,15 @@ def concat_order(lengths: np.ndarray, *, num_samples: int, seq_length: int, seed
     )
     assert len(starts) == done + 1, (len(starts), done)
     return ConcatOrder(documents, starts, np.concatenate(shuffles))
+
+
+def check_entries(number: int, num_documents: int, num_epochs: int) -> None:
+    """Raise ValueError where a source has more document entries than can be numbered."""
+    if number > MAX_DOCUMENT_INDEX:
+        raise ValueError(
+            f"{num_documents} documents in {num_epochs} epochs exceed the limit of {MAX_DOCUMENT_INDEX} document "
+            "entries of a source. Split the source or draw fewer samples."
+        )
 
 
 def samples_of(num_tokens: int, seq_length: int) -> int:

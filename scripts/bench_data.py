@@ -5,7 +5,8 @@
     python -m msa_pretrain.scripts.bench_data end-to-end  # documents of --megabytes -> prepare -> verify -> 100 steps
 
 Documents are sentences of pseudo-words with Zipf frequencies, of log-normal lengths. `prepare` uses a byte-level BPE
-trained on them; `end-to-end` uses bytes, so that reading and writing and not the tokenizer are the load.
+trained on them; `end-to-end` uses bytes, so that reading and writing and not the tokenizer are the load, or with
+`--tokenizer bpe` that BPE.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -40,57 +41,80 @@ TINY = [
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["prepare", "load", "end-to-end"])
-    parser.add_argument("--megabytes", type=int, help="of documents (default: 24, load: none, end-to-end: 2048)")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--megabytes", type=int, help="of documents (default: 4, load: none, end-to-end: 2048)")
+    parser.add_argument("--rounds", type=int, help="default: 12, load: 5, end-to-end: none")
     parser.add_argument("--num-workers", type=int, default=2)
+    parser.add_argument("--tokenizer", choices=["byte", "bpe"], default="byte", help="of end-to-end")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         if args.what == "load":
-            bench_loading(Path(folder), args.rounds)
+            bench_loading(Path(folder), args.rounds or 5)
             return
-        default = {"prepare": 24, "end-to-end": 2048}[args.what]
+        default = {"prepare": 4, "end-to-end": 2048}[args.what]
         path = write_documents(Path(folder), (args.megabytes or default) * 2**20)
         if args.what == "prepare":
-            bench_preparation(path, args.rounds, args.num_workers)
+            bench_preparation(path, args.rounds or 12, args.num_workers)
         else:
-            run_end_to_end(path, args.num_workers)
+            run_end_to_end(path, args.num_workers, args.tokenizer)
 
 
-def bench_preparation(path: Path, rounds: int, num_workers: int) -> None:
-    """Tokens/s of `prepare` over those of bare batch calls on the same texts, the two in turn."""
+def bench_preparation(path: Path, rounds: int, num_workers: int) -> dict[str, float]:
+    """Median over rounds of the tokens/s of `prepare` over those of bare batch calls on the same texts.
+
+    A round is short and takes the two in turn, in one order and the next time in the other, so that what else the cores
+    do weighs on both alike.
+    """
     tokenizer = str(path.with_name("tokenizer.json"))
     recipe = Recipe(inputs=[str(path)], tokenizer=tokenizer, eod_token=EOD)
     with path.open() as file:
         texts = [json.loads(line)["text"] for line in file]
     shares = [texts[number::num_workers] for number in range(num_workers)]
-    ratios: dict[str, list[float]] = {"1 core, CPU time": [], f"{num_workers} cores, wall time": []}
-    rates = []
     prepare(recipe, path.with_name("warm-up"))  # the first call imports `datasets`
+    _encode(tokenizer, texts[:256])
+    one, many = "1 core, CPU time", f"{num_workers} cores, wall time"
+    seconds: dict[str, list[tuple[float, float]]] = {one: [], many: []}
     with multiprocessing.get_context("forkserver").Pool(num_workers) as pool:
+        pool.starmap(_encode, [(tokenizer, texts[:256])] * num_workers)
         for number in range(rounds):
-            bare, tokens = _timed(time.process_time, lambda: _encode(tokenizer, texts))
-            full, _ = _timed(time.process_time, lambda n=number: prepare(recipe, path.with_name(f"one{n}")))
-            bare_many, _ = _timed(time.perf_counter, lambda: pool.starmap(_encode, [(tokenizer, s) for s in shares]))
-            full_many, _ = _timed(
-                time.perf_counter,
-                lambda n=number: prepare(recipe, path.with_name(f"many{n}"), num_workers=num_workers),
+            seconds[one].append(
+                _in_turn(
+                    time.process_time,
+                    lambda: _encode(tokenizer, texts),
+                    lambda n=number: prepare(recipe, path.with_name(f"one{n}")),
+                    swapped=number % 2 == 1,
+                )
             )
-            for ratio, values in zip(ratios.values(), ((bare, full), (bare_many, full_many)), strict=True):
-                ratio.append(values[0] / values[1])
-            rates.append((tokens / bare, tokens / full))
-    for name, ratio in ratios.items():
-        print(f"prepare / tokenizer, {name}: median {statistics.median(ratio):.3f} of {[round(r, 3) for r in ratio]}")
-    bare, full = (statistics.median(column) for column in zip(*rates, strict=True))
+            seconds[many].append(
+                _in_turn(
+                    time.perf_counter,
+                    lambda: pool.starmap(_encode, [(tokenizer, share) for share in shares]),
+                    lambda n=number: prepare(recipe, path.with_name(f"many{n}"), num_workers=num_workers),
+                    swapped=number % 2 == 1,
+                )
+            )
+    medians = {}
+    for name, pairs in seconds.items():
+        ratios = sorted(bare / full for bare, full in pairs)
+        medians[name] = statistics.median(ratios)
+        low, _, high = statistics.quantiles(ratios, n=4) if rounds > 1 else ratios * 3
+        total = sum(bare for bare, _ in pairs) / sum(full for _, full in pairs)
+        print(
+            f"prepare / tokenizer, {name}: median {medians[name]:.3f} of {rounds} rounds (quartiles {low:.3f} to "
+            f"{high:.3f}, range {ratios[0]:.3f} to {ratios[-1]:.3f}); of the sums {total:.3f}"
+        )
+    num_tokens = _encode(tokenizer, texts)
+    bare, full = (num_tokens / statistics.median(column) for column in zip(*seconds[one], strict=True))
     print(f"tokens/s of one core's CPU time: tokenizer {bare:,.0f}, prepare {full:,.0f}; {path.stat().st_size:,} bytes")
+    return medians
 
 
-def bench_loading(folder: Path, rounds: int, seq_length: int = 131_072) -> None:
-    """Tokens/s of one process that reads, checks and packs samples, by document length and packing."""
+def bench_loading(folder: Path, rounds: int, seq_length: int = 131_072) -> float:
+    """Tokens/s of one process that reads, checks and packs samples, by document length and packing; the lowest."""
     from msa_pretrain.data.dataset import build_dataset
     from msa_pretrain.data.order import Packing
     from msa_pretrain.data.packing import collate
 
-    random = np.random.default_rng(0)
+    random, lowest = np.random.default_rng(0), float("inf")
     for mean in (200, 1000, 100_000):
         prefix = folder / f"mean{mean}"
 
@@ -118,25 +142,35 @@ def bench_loading(folder: Path, rounds: int, seq_length: int = 131_072) -> None:
                 seconds, _ = _timed(time.process_time, lambda d=dataset: [collate([sample]) for sample in d])
                 rates.append(len(dataset) * seq_length / seconds)
             rate = statistics.median(rates)
+            lowest = min(lowest, rate)
             print(
                 f"documents of {mean} tokens, {packing.name}: {rate:,.0f} tokens/s of one core, "
                 f"{rate / GPU_TOKENS_PER_S:.0f} x {GPU_TOKENS_PER_S:,} (order built in {build_s:.2f} s, "
                 f"padding {dataset.uses()[0].padding:.3%})"
             )
+    return lowest
 
 
-def run_end_to_end(path: Path, num_workers: int) -> None:
-    """Peak memory of each command: resident sizes of its processes added up, so shared pages count for each."""
+def run_end_to_end(path: Path, num_workers: int, tokenizer: str, overrides: Sequence[str] = ()) -> dict[str, int]:
+    """Peak memory of each command, bytes: resident sizes of its processes added up, so shared pages count for each.
+
+    overrides: of the training run, on top of a tiny model's.
+    """
     out = path.with_name("out")
+    of_bpe = ["--tokenizer", str(path.with_name("tokenizer.json")), "--eod-token", EOD]
+    chosen = of_bpe if tokenizer == "bpe" else ["--tokenizer", "byte"]
+    size = VOCAB_SIZE if tokenizer == "bpe" else 257
     prepare_data = [sys.executable, "-m", "msa_pretrain.scripts.prepare_data"]
     commands = {
-        "prepare": [*prepare_data, "--input", str(path), "--tokenizer", "byte", "--output", str(out), "--held-out",
-                    "valid=0.001", "--num-workers", str(num_workers)],
+        "prepare": [*prepare_data, "--input", str(path), *chosen, "--output", str(out), "--held-out", "valid=0.001",
+                    "--num-workers", str(num_workers)],
         "verify": [*prepare_data, "--verify", str(out / "train"), str(out / "valid")],
         "train": [sys.executable, "-W", "ignore", "-m", "msa_pretrain.scripts.pretrain", *TINY, "run.name=bench",
-                  f"data.train=[{out / 'train'}]", f"data.valid=[{out / 'valid'}]"],
+                  f"data.train=[{out / 'train'}]", f"data.valid=[{out / 'valid'}]", f"model.vocab_size={size}",
+                  *overrides],
     }  # fmt: skip
-    print(f"documents: {path.stat().st_size:,} bytes")
+    print(f"documents: {path.stat().st_size:,} bytes, tokenizer {tokenizer}")
+    peaks = {}
     for name, command in commands.items():
         start = time.perf_counter()
         with path.with_name(f"{name}.log").open("w") as log:
@@ -147,10 +181,12 @@ def run_end_to_end(path: Path, num_workers: int) -> None:
                 time.sleep(0.1)
         lines = path.with_name(f"{name}.log").read_text().splitlines()
         if job.returncode:
-            sys.exit("\n".join(lines[-30:]))
+            raise RuntimeError("\n".join(lines[-30:]))
+        peaks[name] = peak
         steps = [line for line in lines if line.startswith("step ")]
         print(f"{name}: peak RSS {peak / 2**20:,.0f} MiB, {time.perf_counter() - start:,.0f} s")
         print("\n".join(f"    {line}" for line in (steps[-1:] if steps else lines[-3:])), flush=True)
+    return peaks
 
 
 def write_documents(folder: Path, num_bytes: int) -> Path:
@@ -188,6 +224,17 @@ def write_documents(folder: Path, num_bytes: int) -> Path:
     tokenizer.train_from_iterator(sample, trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
     return path
+
+
+def _in_turn(
+    clock: Callable[[], float], bare: Callable[[], object], full: Callable[[], object], *, swapped: bool
+) -> tuple[float, float]:
+    """Seconds of `bare` and of `full`."""
+    if swapped:
+        seconds, _ = _timed(clock, full)
+        return _timed(clock, bare)[0], seconds
+    seconds, _ = _timed(clock, bare)
+    return seconds, _timed(clock, full)[0]
 
 
 def _encode(tokenizer: str, texts: list[str]) -> int:

@@ -58,6 +58,11 @@ def run(cfg: DictConfig) -> None:
         config = load_config(rest, world_size=None)
     except (ConfigError, OmegaConfBaseException) as err:
         sys.exit(str(err))
+    if config.training.length_schedule:
+        sys.exit(
+            "training.length_schedule: stages of different lengths have plans of their own. Set it to [] and give "
+            "training.seq_length and training.global_batch_size of one stage."
+        )
     _, words = own_words([word for word in sys.argv[1:] if "=" in word])
     pinned = {word.split("=")[0].lstrip("+") for word in words}
     if "parallel" in pinned:  # a layout of configs/parallel, chosen as a whole

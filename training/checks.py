@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ..data.order import LongDocuments, Packing
 from ..model.config import AttentionBackend, AttentionKind, IndexerInit, LayerBackend, Precision
 from .check_tools import choices, divisors, value_of
+from .curriculum_checks import border_problems, curriculum_problems, stage_problems
 from .layout_checks import batch_problems, layout_problems
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ TRITON_MAX_HEADS_PER_GROUP = 16
 
 def cross_check(config: TrainConfig, world_size: int | None) -> Iterator[str]:
     """Every problem of `config`; checks that divide by a size run only once all sizes are sane."""
-    ranges = list(_ranges(config))
+    ranges = [*_ranges(config), *curriculum_problems(config)]
     yield from ranges
     if ranges:
         return
@@ -101,6 +102,7 @@ def cross_check(config: TrainConfig, world_size: int | None) -> Iterator[str]:
     yield from _optim(config)
     if world_size is not None and not parallel:
         yield from batch_problems(config, world_size)
+    yield from stage_problems(config, world_size)
     yield from _run(config)
     yield from _data(config)
 
@@ -223,12 +225,7 @@ def _training(config: TrainConfig) -> Iterator[str]:
             f"training.warmup_tokens ({training.warmup_tokens}) is longer than the run, training.total_tokens "
             f"({training.total_tokens}). Shorten the one or lengthen the other."
         )
-    if training.total_tokens % config.tokens_per_step:
-        near = -(-training.total_tokens // config.tokens_per_step) * config.tokens_per_step
-        yield (
-            f"training.total_tokens ({training.total_tokens}) must be a multiple of the tokens of a step, "
-            f"global_batch_size x seq_length ({config.tokens_per_step}). Use {near}."
-        )
+    yield from border_problems(config)
     if training.eval_every and not training.eval_samples:
         yield f"training.eval_every ({training.eval_every}) needs training.eval_samples above 0."
     if training.eval_every and not config.dry_run and not config.data.valid:
@@ -319,11 +316,14 @@ def _data(config: TrainConfig) -> Iterator[str]:
     for number, stage in enumerate(data.train_schedule):
         if not stage.blend:
             yield f"data.train_schedule[{number}].blend is empty. Name a blend as in data.train."
-        if not before < stage.from_tokens < training.total_tokens or stage.from_tokens % training.seq_length:
+        length = next((s for s in reversed(config.stages) if s.first_token <= stage.from_tokens), config.stages[0])
+        offset = stage.from_tokens - length.first_token
+        if not before < stage.from_tokens < training.total_tokens or offset % length.seq_length:
+            behind = f" behind {length.key}.from_tokens ({length.first_token})" if length.key else ""
             yield (
                 f"data.train_schedule[{number}].from_tokens ({stage.from_tokens}) must be a multiple of "
-                f"training.seq_length ({training.seq_length}) above {before} and below training.total_tokens "
-                f"({training.total_tokens})."
+                f"{length.key or 'training'}.seq_length ({length.seq_length}){behind} above {before} and below "
+                f"training.total_tokens ({training.total_tokens})."
             )
         before = stage.from_tokens
     sources = {"train": data.train, "valid": data.valid, "test": data.test}

@@ -5,6 +5,7 @@ import typing
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
+from functools import cached_property
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -21,9 +22,23 @@ from ..model.config import (
     Recompute,
 )
 from .checks import cross_check, split_source
+from .curriculum import Stage, stages_of
 
 Schedule = Enum("Schedule", ["cosine", "wsd"])
 WandbMode = Enum("WandbMode", ["online", "offline", "off"])
+
+
+@dataclass(kw_only=True)
+class LengthStage:
+    """Longer samples from some point on, with the batch that goes with them."""
+
+    from_tokens: int
+    """Consumed tokens at which it begins: a whole number of the steps before."""
+    seq_length: int
+    micro_batch_size: int
+    global_batch_size: int
+    eval_samples: int = 0
+    """In place of training.eval_samples: validation follows the length of training."""
 
 
 @dataclass(kw_only=True)
@@ -33,6 +48,8 @@ class TrainingConfig:
     seq_length: int
     micro_batch_size: int
     global_batch_size: int
+    length_schedule: list[LengthStage] = field(default_factory=list)
+    """Stages of longer samples; a source goes on with what its epoch has left. Phase and rates follow tokens."""
     batch_ramp: list[int] = field(default_factory=list)
     """[start, increment, samples]: the batch grows from `start` by `increment` to global_batch_size within so many
     samples; empty: no ramp-up. Phase and learning rate follow tokens, so they do not notice."""
@@ -170,19 +187,34 @@ class TrainConfig:
             seed=self.training.seed,
         )
 
+    @cached_property
+    def stages(self) -> list[Stage]:
+        """By the length of the samples; one without `training.length_schedule`."""
+        return stages_of(self)
+
     @property
     def tokens_per_step(self) -> int:
-        """After the ramp-up, if there is one."""
-        return self.training.global_batch_size * self.training.seq_length
+        """Of the first stage, after the ramp-up, if there is one."""
+        return self.stages[0].tokens_per_step
 
     @property
     def total_samples(self) -> int:
-        return self.training.total_tokens // self.training.seq_length
+        return self.stages[-1].end_sample
+
+    def stage_at(self, consumed_samples: int) -> Stage:
+        """The stage of the step that starts after `consumed_samples`; at the end of the run, the last."""
+        return next((stage for stage in self.stages if consumed_samples < stage.end_sample), self.stages[-1])
+
+    def samples_at(self, tokens: int) -> int:
+        """Samples that so many tokens are; the last one may be begun."""
+        stage = next((one for one in self.stages if tokens < one.end_token), self.stages[-1])
+        return stage.first_sample + (tokens - stage.first_token) // stage.seq_length
 
     def batch_size_at(self, consumed_samples: int) -> int:
-        """Samples of the step that starts after `consumed_samples`; the last step takes what is left."""
-        size, remaining = self.training.global_batch_size, self.total_samples - consumed_samples
-        if self.training.batch_ramp:
+        """Samples of the step that starts after `consumed_samples`; the last of a stage takes what is left."""
+        stage = self.stage_at(consumed_samples)
+        size, remaining = stage.global_batch_size, stage.end_sample - consumed_samples
+        if self.training.batch_ramp and stage is self.stages[0]:
             start, increment, samples = self.training.batch_ramp
             grown = consumed_samples * ((size - start) // increment) // samples
             size = min(size, start + increment * grown)
@@ -190,12 +222,19 @@ class TrainConfig:
 
     @property
     def total_steps(self) -> int:
-        if not self.training.batch_ramp:
-            return -(-self.total_samples // self.training.global_batch_size)
-        steps = consumed = 0
-        while consumed < self.total_samples:
-            consumed += self.batch_size_at(consumed)
-            steps += 1
+        return self.steps_until(self.training.total_tokens)
+
+    def steps_until(self, tokens: int) -> int:
+        """Steps from the start of the run that begin before so many tokens are consumed."""
+        steps = 0
+        for stage in self.stages:
+            consumed, end = stage.first_token, min(stage.end_token, tokens)
+            if stage is self.stages[0] and self.training.batch_ramp:
+                while consumed < end:
+                    consumed += self.batch_size_at(consumed // stage.seq_length) * stage.seq_length
+                    steps += 1
+            else:
+                steps += max(0, -(-(end - consumed) // stage.tokens_per_step))
         return steps
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..data.dataset import BlendedDataset, build_dataset
+from ..data.dataset import BlendedDataset, SourceUse, build_dataset
 from ..data.indexed import read_manifest
 from .config import TrainConfig, blend
 
@@ -20,7 +20,8 @@ class EvaluationSet:
 
     label: str
     share: float
-    dataset: BlendedDataset
+    datasets: list[BlendedDataset | None]
+    """For each stage of the run, samples of its length; None where it has no `eval_samples`."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,10 @@ class RunData:
             "data.packing": config.data.packing.name,
             "data.long_documents": config.data.long_documents.name,
             "total_samples": config.total_samples,
+            "total_tokens": config.training.total_tokens,
+            "lengths": [[start, size] for start, size in self.train.lengths if start < max(consumed_samples, 1)],
             "stages": [[stage.start, [[prints[p], share] for p, share in stage.shares.items()]] for stage in begun],
-            "prefixes": {prints[prefix]: prefix for prefix in self.train.sources},
+            "prefixes": {print_: prefix for prefix, print_ in prints.items()},
             "consumed": {prints[prefix]: n for prefix, n in self.train.consumed(consumed_samples).items() if n},
         }
 
@@ -54,7 +57,7 @@ class RunData:
         if consumed_samples > config.total_samples:
             raise ValueError(
                 f"{consumed_samples} samples are consumed, more than the {config.total_samples} of this run. Use "
-                f"training.total_tokens={stored['total_samples'] * stored['training.seq_length']} or more."
+                f"training.total_tokens={stored['total_tokens']} or more."
             )
         now = self.record(config, consumed_samples)
         keys = ("training.seq_length", "training.seed", "data.packing", "data.long_documents")
@@ -62,8 +65,16 @@ class RunData:
             raise ValueError(
                 f"this run would order the samples anew, repeating some and skipping others. Use {', '.join(changed)}."
             )
+        if stored["lengths"] != now["lengths"]:
+            before, after = (
+                ", ".join(f"{size} from sample {start}" for start, size in r["lengths"]) for r in (stored, now)
+            )
+            raise ValueError(
+                f"the {consumed_samples} samples so far had sequence length {before}; now it would be {after}. Restore "
+                "the stages of training.length_schedule that have begun; later ones may change."
+            )
         if stored["stages"] != now["stages"] or stored["consumed"] != now["consumed"]:
-            tokens = consumed_samples * config.training.seq_length
+            tokens = self.train.positions(consumed_samples)
             raise ValueError(
                 f"the blend of the {consumed_samples} samples so far was {_words(stored)}; now it is {_words(now)}. "
                 "That would repeat some samples and skip others. Restore data.train and data.train_schedule as they "
@@ -87,14 +98,13 @@ def build_datasets(config: TrainConfig) -> RunData:
     """
     training, data = config.training, config.data
     arguments: dict[str, Any] = {
-        "seq_length": training.seq_length,
         "seed": training.seed,
         "cache_dir": Path(data.cache_dir),
         "packing": data.packing,
         "long_documents": data.long_documents,
     }
     stages = [(0, blend(data.train))]
-    stages += [(stage.from_tokens // training.seq_length, blend(stage.blend)) for stage in data.train_schedule]
+    stages += [(config.samples_at(stage.from_tokens), blend(stage.blend)) for stage in data.train_schedule]
     used = [prefix for _, shares in stages for prefix in shares]
     for prefix in dict.fromkeys([*used, *blend(data.valid), *blend(data.test)]):
         if (size := read_manifest(Path(prefix)).vocab_size) > config.model.vocab_size:
@@ -102,7 +112,8 @@ def build_datasets(config: TrainConfig) -> RunData:
                 f"model.vocab_size ({config.model.vocab_size}) is smaller than the vocabulary of {prefix} ({size}). "
                 f"Raise model.vocab_size to {size} or more."
             )
-    train = build_dataset(stages, num_samples=config.total_samples, **arguments)
+    lengths = [(stage.first_sample, stage.seq_length) for stage in config.stages]
+    train = build_dataset(stages, num_samples=config.total_samples, seq_length=lengths, **arguments)
     for line in describe_uses(train):
         logger.info(line)
 
@@ -113,7 +124,17 @@ def build_datasets(config: TrainConfig) -> RunData:
             EvaluationSet(
                 labels[prefix],
                 share / sum(shares.values()),
-                build_dataset([(0, {prefix: 1.0})], num_samples=training.eval_samples, **arguments),
+                [
+                    build_dataset(
+                        [(0, {prefix: 1.0})],
+                        num_samples=stage.eval_samples,
+                        seq_length=stage.seq_length,
+                        **arguments,
+                    )
+                    if stage.eval_samples
+                    else None
+                    for stage in config.stages
+                ],
             )
             for prefix, share in shares.items()
         ]
@@ -122,13 +143,20 @@ def build_datasets(config: TrainConfig) -> RunData:
 
 
 def describe_uses(dataset: BlendedDataset) -> list[str]:
-    """A line for each source: what the run takes of it."""
-    return [
+    """A line for each source: what the run takes of it; with several sequence lengths, also what each takes."""
+    lines = [_words_of_use(use) for use in dataset.uses()]
+    for number, (start, size) in enumerate(dataset.lengths if len(dataset.lengths) > 1 else ()):
+        uses = [_words_of_use(use) for use in dataset.uses(number) if use.num_samples]
+        lines += [f"from sample {start}, sequence length {size}: {use}" for use in uses]
+    return lines
+
+
+def _words_of_use(use: SourceUse) -> str:
+    return (
         f"data {use.prefix}: {use.share:.2%} of the tokens, {use.num_samples} samples, {use.num_tokens} tokens, "
         f"{use.num_epochs:.3f} epochs, {use.padding:.2%} padding"
         + (f", {use.num_dropped} documents too long and left out" if use.num_dropped else "")
-        for use in dataset.uses()
-    ]
+    )
 
 
 def unique_labels(prefixes: list[str]) -> dict[str, str]:

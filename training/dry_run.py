@@ -4,6 +4,7 @@ from ..model.config import ModelSpec
 from ..model.flops import step_flops
 from ..model.parameters import count_parameters, index_parameters
 from .config import TrainConfig, to_dict, to_yaml
+from .curriculum import Stage
 from .phases import phase_at
 from .planner.memory import GIB
 from .planner.stages import Layout, held_by_chunk, together
@@ -16,7 +17,8 @@ def report(config: TrainConfig, world_size: int) -> str:
     spec, training = config.spec, config.training
     counts = count_parameters(spec)
     index_layers = len(spec.msa_layers)
-    lengths = [training.seq_length] * training.global_batch_size
+    last = config.stages[-1]
+    lengths = [last.seq_length] * last.global_batch_size
     end = phase_at(training.total_tokens, kind=config.attention.kind, warmup_tokens=training.warmup_tokens)
     rows = [
         ("parameters, total", f"{counts.total:,}"),
@@ -33,15 +35,20 @@ def report(config: TrainConfig, world_size: int) -> str:
         ("  embedding + head", f"{counts.embedding + counts.head:,}"),
         ("  experts", f"{counts.experts:,}"),
         ("tokens per step", f"{config.tokens_per_step:,}"),
+        *((f"  from token {stage.first_token:,}", stage_words(stage)) for stage in config.stages if stage.key),
         ("steps", f"{config.total_steps:,}"),
-        ("  of them warm-up", f"{-(-training.warmup_tokens // config.tokens_per_step):,}"),
-        (f"FLOPs per token ({end.name})", f"{step_flops(spec, lengths, end) / config.tokens_per_step:.4g}"),
+        ("  of them warm-up", f"{config.steps_until(training.warmup_tokens):,}"),
+        (f"FLOPs per token ({end.name})", f"{step_flops(spec, lengths, end) / last.tokens_per_step:.4g}"),
         ("GPUs", f"{world_size:,} (data parallel {config.parallel.data_parallel(world_size):,})"),
         *memory_rows(spec, world_size),
     ]
     width = max(len(label) for label, _ in rows)
     table = "\n".join(f"{label:<{width}}  {value}" for label, value in rows)
     return f"{to_yaml(redact(to_dict(config)))}\n{table}"
+
+
+def stage_words(stage: Stage) -> str:
+    return f"{stage.tokens_per_step:,} ({stage.global_batch_size:,} samples of {stage.seq_length:,})"
 
 
 def memory_rows(spec: ModelSpec, world_size: int) -> list[tuple[str, str]]:

@@ -58,18 +58,30 @@ def evaluation_metrics(
     return values
 
 
-def indexer_metrics(sums: StepSums, spec: ModelSpec, kl_coef: float) -> dict[str, float]:
+def loss_metrics(
+    sums: StepSums, spec: ModelSpec, *, kl_coef: float, mtp_coef: float, balance: float
+) -> dict[str, float]:
+    """`train/loss`, all that a training step minimises, and its parts. balance: the weighted losses of the routers."""
+    weighted_kl = kl_coef * sum(sums.mean_kl(layer, spec.model.num_kv_heads) for layer in sums.kl)
+    total = sums.mean_lm_loss + weighted_kl + balance
+    values = {"train/lm_loss": sums.mean_lm_loss}
+    if sums.mtp_losses:
+        values |= {f"train/mtp_loss/depth_{depth}": loss for depth, loss in enumerate(sums.mtp_losses, start=1)}
+        values["train/mtp_loss"] = sum(sums.mtp_losses) / len(sums.mtp_losses)
+        total += mtp_coef * values["train/mtp_loss"]
+    if spec.msa_layers:
+        values["indexer/kl_share_of_loss"] = weighted_kl / total
+    return {**values, "train/loss": total}
+
+
+def indexer_metrics(sums: StepSums, spec: ModelSpec) -> dict[str, float]:
     """`indexer/...` of one training step of a model with MSA layers: the exact KL and, on sampled rows, the quality."""
     groups = spec.model.num_kv_heads
     # an MTP layer's number is past the decoder's; its KL is logged apart and not part of the mean
     layers = {f"indexer/kl/layer_{layer}": sums.mean_kl(layer, groups) for layer in sums.kl}
-    weighted = kl_coef * sum(layers.values())
-    total = sums.mean_lm_loss + weighted
     return {
         **layers,
         "indexer/kl": _mean_kl(sums, spec),
-        "indexer/kl_share_of_loss": weighted / total,
-        "train/loss": total,
         **(quality_metrics("indexer", sums.quality) if sums.quality else {}),
     }
 

@@ -2,10 +2,12 @@
 
 import logging
 import os
+import sys
 import time
 
 import torch.distributed as dist
 
+from ..data.loader import DataExhaustedError
 from ..model.megatron_compat import warn_untested_versions
 from ..model.parallel import distributed, model_parallel
 from .config import ConfigError, TrainConfig
@@ -20,7 +22,10 @@ logger = logging.getLogger(__name__)
 
 
 def train(config: TrainConfig, overrides: list[str]) -> None:
-    """Run `config` on this rank; rank 0 prints the summary and the path of the report at the end."""
+    """Run `config` on this rank; rank 0 prints the summary and the path of the report at the end.
+
+    Exits with status 1 on every rank, and rank 0 with a message, when the data end before the token budget.
+    """
     if problems := list(machine_problems(config)):
         raise ConfigError(problems)
     if config.training.deterministic:
@@ -34,7 +39,13 @@ def train(config: TrainConfig, overrides: list[str]) -> None:
         folder.prepare(config, overrides)
         with folder.capture_logs():
             warn_untested_versions()
-            Trainer(config, folder).run()
+            try:
+                Trainer(config, folder).run()
+            except DataExhaustedError as err:  # a run that ends early has failed
+                if dist.get_rank() == 0:
+                    print(err, file=sys.stderr, flush=True)
+                dist.barrier()  # torchrun ends the others as soon as one has gone
+                sys.exit(1)
             logger.info("finished in %.1f s", time.perf_counter() - start)
         if dist.get_rank() == 0:
             print(format_summary(summarize_run(folder.path)))

@@ -86,6 +86,7 @@ _ROWS: dict[str, tuple[str, str, Reduction]] = {
     "train/mtp_loss/depth_<i>": ("loss of the token i after the next, i = 1, 2, ...", "nats/token", LAST),
     "train/tokens": ("tokens consumed since the start: samples x length, padding included", "tokens", LAST),
     "train/samples": ("samples consumed since the start", "samples", LAST),
+    "train/seq_length": ("tokens of each sample of the step, padding included", "tokens", LAST),
     "train/step": ("optimizer steps since the start", "steps", LAST),
     "train/phase": ("dense, warmup or sparse", "name", LAST),
     "optim/lr": ("learning rate of the backbone", "1", LAST),

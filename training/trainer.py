@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
-from ..data.loader import TrainingStream
+from ..data.loader import DataExhaustedError, TrainingStream
 from ..data.packing import PackedBatch
 from ..kernels import raise_if_not_finite
 from ..model.config import Phase
@@ -18,8 +18,9 @@ from .balance import balance_experts
 from .checkpoint import TrainState, find_checkpoint, load_checkpoint, save_checkpoint
 from .config import TrainConfig, to_dict
 from .console import ProgressLine
+from .curriculum import Stage
 from .datasets import EvaluationSet, build_datasets
-from .evaluation import evaluate, evaluation_metrics, indexer_metrics
+from .evaluation import evaluate, evaluation_metrics, indexer_metrics, loss_metrics
 from .init_from import init_weights
 from .optim import LearningRates, build_optimizer, clip_and_step, wrap_with_ddp
 from .phases import phase_at
@@ -52,7 +53,7 @@ class Trainer:
             torch.use_deterministic_algorithms(True)
             # its default also fills every new tensor, which costs 7% here and only shows reads of unwritten memory
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # no stub
-        self.chunks = wrap_with_ddp(build_model(self.spec, config.training.seq_length))
+        self.chunks = wrap_with_ddp(build_model(self.spec, max(stage.seq_length for stage in config.stages)))
         checkpoint = self._checkpoint_to_resume()
         if checkpoint is None and config.training.init_from:
             init_weights(Path(config.training.init_from), self.chunks, self.spec)
@@ -66,34 +67,44 @@ class Trainer:
         if config.moe.force_balance:
             logger.warning("moe.force_balance=true: experts are chosen in turn, not by the router. For speed alone.")
         self._step_s: float | None = None  # running mean, for the time left
+        self._validated: tuple[tuple[int, Phase, Stage], dict[str, float]] | None = None
         self.metrics: MetricsWriter | None = self._build_metrics() if torch.distributed.get_rank() == 0 else None
         self.console = ProgressLine(self.total_steps, num_gpus=torch.distributed.get_world_size())
 
     def run(self) -> None:
-        """Train from the current state to the end of the token budget."""
+        """Train from the current state to the end of the token budget.
+
+        Raises DataExhaustedError, with a checkpoint saved, on every rank when the data end before.
+        """
         training, state = self.config.training, self.state
         stream = TrainingStream(
             self.data.train,
             consumed_samples=state.consumed_samples,
             global_batch_size=self.config.batch_size_at,
-            micro_batch_size=training.micro_batch_size,
+            micro_batch_size=lambda consumed: self.config.stage_at(consumed).micro_batch_size,
             dp_rank=self.dp_rank,
             dp_size=self.dp_size,
             num_workers=self.config.data.num_workers,
         )
         with stream:
             if state.step == 0:
-                self._log(self._validate(self._phase()))
+                self._log(self._validate(self._phase(), self._stage()))
             while state.consumed_tokens < training.total_tokens:
-                phase = self._phase()
+                phase, stage = self._phase(), self._stage()
                 if phase is not self._phase_before():
-                    self._log(self._validate_at_switch(phase))
-                self._train_step(stream.next_step(), phase)
+                    self._log(self._validate_at_switch(phase, stage))
+                elif stage is not self.config.stage_at(max(state.consumed_samples - 1, 0)):
+                    self._log(self._validate(phase, stage))  # the same weights on samples of the new length
+                try:
+                    batches = stream.next_step()
+                except DataExhaustedError as err:  # on every rank at the same step
+                    raise DataExhaustedError(f"{err} {self.save()} holds the run so far.") from None
+                self._train_step(batches, phase)
                 last = state.consumed_tokens >= training.total_tokens
                 if last or (training.eval_every and state.step % training.eval_every == 0):
-                    self._log(self._validate(phase))
+                    self._log(self._validate(phase, stage))
                 if last:
-                    self._log(self._evaluate("test", self.data.test, phase))
+                    self._log(self._evaluate("test", self.data.test, phase, stage))
                 every = self.config.checkpoint.every_steps
                 if last or (every and state.step % every == 0):
                     self.save()
@@ -125,8 +136,8 @@ class Trainer:
             mtp_coef=config.training.mtp_coef,
             sample_rows=tracking.recall_rows if measured else 0,
         )
-        num_samples = config.batch_size_at(state.consumed_samples)
-        num_tokens = num_samples * config.training.seq_length
+        num_samples, seq_length = config.batch_size_at(state.consumed_samples), self._stage().seq_length
+        num_tokens = num_samples * seq_length
         rates = self.rates.set(state.consumed_tokens + num_tokens)
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -152,8 +163,15 @@ class Trainer:
         if step % tracking.log_every and not measured:
             return
         values: dict[str, Any] = {
-            "train/lm_loss": sums.mean_lm_loss,
+            **loss_metrics(
+                sums,
+                self.spec,
+                kl_coef=config.training.kl_coef,
+                mtp_coef=config.training.mtp_coef,
+                balance=load.get("moe/weighted_losses", 0.0),
+            ),
             "train/phase": phase.name,
+            "train/seq_length": seq_length,
             "optim/lr": rates["backbone"],
             "optim/grad_norm": outcome.norms["backbone"],
             "optim/skipped_steps": state.skipped_steps,
@@ -164,7 +182,7 @@ class Trainer:
             values |= {
                 "optim/indexer_lr": rates["indexer"],
                 "optim/indexer_grad_norm": outcome.norms["indexer"],
-                **indexer_metrics(sums, self.spec, config.training.kl_coef),
+                **indexer_metrics(sums, self.spec),
             }
         if load.get("moe/aux_loss", 1.0) < 0.9:
             logger.warning(
@@ -172,12 +190,6 @@ class Trainer:
                 step,
                 load["moe/aux_loss"],
             )
-        values["train/loss"] = values.get("train/loss", sums.mean_lm_loss) + load.get("moe/weighted_losses", 0.0)
-        if sums.mtp_losses:
-            mtp_loss = sum(sums.mtp_losses) / len(sums.mtp_losses)
-            values |= {f"train/mtp_loss/depth_{depth}": loss for depth, loss in enumerate(sums.mtp_losses, start=1)}
-            values |= {"train/mtp_loss": mtp_loss}
-            values["train/loss"] += config.training.mtp_coef * mtp_loss
         self._log(values)
 
     def _speed(self, seconds: float, num_tokens: int, batches: list[PackedBatch], phase: Phase) -> dict[str, float]:
@@ -199,35 +211,43 @@ class Trainer:
             values |= {"perf/mfu": tflops / peak} if peak else {}
         return values
 
-    def _validate(self, phase: Phase) -> dict[str, float]:
-        return self._evaluate("valid", self.data.valid, phase)
+    def _validate(self, phase: Phase, stage: Stage) -> dict[str, float]:
+        """Once for the same weights, phase and length of samples."""
+        key = (self.state.step, phase, stage)
+        if self._validated is None or self._validated[0] != key:
+            self._validated = (key, self._evaluate("valid", self.data.valid, phase, stage))
+        return self._validated[1]
 
-    def _evaluate(self, name: str, sets: list[EvaluationSet], phase: Phase) -> dict[str, float]:
-        training = self.config.training
+    def _evaluate(self, name: str, sets: list[EvaluationSet], phase: Phase, stage: Stage) -> dict[str, float]:
+        number = self.config.stages.index(stage)
         sums = {
             one.label: evaluate(
                 self.chunks,
                 self.spec,
-                one.dataset,
+                dataset,
                 phase=phase,
-                num_samples=training.eval_samples,
+                num_samples=stage.eval_samples,
                 sample_rows=self.config.tracking.recall_rows,
-                micro_batch_size=training.micro_batch_size,
+                micro_batch_size=stage.micro_batch_size,
                 dp_rank=self.dp_rank,
                 dp_size=self.dp_size,
             )
             for one in sets
+            if (dataset := one.datasets[number]) is not None
         }
         return evaluation_metrics(name, sums, {one.label: one.share for one in sets}, self.spec) if sums else {}
 
-    def _validate_at_switch(self, phase: Phase) -> dict[str, float]:
+    def _validate_at_switch(self, phase: Phase, stage: Stage) -> dict[str, float]:
         """The same weights in the phase that ends and in the one that begins."""
         before = self._phase_before()
-        ending, beginning = self._validate(before), self._validate(phase)
+        ending, beginning = self._validate(before, stage), self._validate(phase, stage)
         if not ending:
             return {}
         loss = "eval/valid/lm_loss"
         return {**ending, f"{loss}_{before.name}": ending[loss], f"{loss}_{phase.name}": beginning[loss]}
+
+    def _stage(self) -> Stage:
+        return self.config.stage_at(self.state.consumed_samples)
 
     def _phase(self) -> Phase:
         return self._phase_of(self.state.consumed_tokens)

@@ -25,6 +25,7 @@ from plans import (  # noqa: E402  (scripts beside the tests, not a package)
     EXACT,
     FOUR_PROCESSES,
     LAYOUTS,
+    LENGTHS,
     MTP,
     MTP_LAYOUTS,
     PAIRS,
@@ -130,6 +131,7 @@ def walked(launcher, request):
             Run("mtp_one", MTP),
             *(Run(name, [*ROW, *EXACT], documents=documents, **each_phase) for name, documents in DOCUMENTS.items()),
             Run("ramp_whole", RAMP),
+            Run("lengths_one", LENGTHS, warmup_steps=7),
             Run("ramp_cut", RAMP, "ramp", save_at=[4], stop_before=6),
         ],
         torchrun=False,
@@ -155,6 +157,7 @@ def walked(launcher, request):
                 Run(name, [*ROW, *EXACT, *LAYOUTS["cp2"]], documents=documents, **each_phase)
                 for name, documents in CONTEXT_DOCUMENTS.items()
             ),
+            Run("lengths_dp2", LENGTHS, warmup_steps=7),
             *(Run(name, overrides, save_at=[5]) for name, overrides in MTP_LAYOUTS.items()),
             Run("idle", LAYOUTS["ep2_alltoall"], favour_first_half=True),
             Run("batched_p2p", LAYOUTS["pp2_vpp2"], steps=3, warmup_steps=3, batched_p2p=True),

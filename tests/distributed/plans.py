@@ -105,3 +105,5 @@ CONTEXT_DOCUMENTS = {
 CUTS = {"inside_warmup": (7, 5), "at_the_switch": (5, 5), "at_step_0": (5, 0)}
 # the batch grows 2, 3, 4 within the first 8 samples, so the token budget of the warm-up falls inside a step
 RAMP = ["training.batch_ramp=[2,1,8]"]
+# after five steps the samples grow: two of 40 tokens in place of four of 20
+LENGTHS = ["training.length_schedule=[{from_tokens:400,seq_length:40,micro_batch_size:1,global_batch_size:2}]"]

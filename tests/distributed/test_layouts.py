@@ -150,6 +150,16 @@ def test_a_ramped_batch_resumes_with_the_same_phases_and_rates(walked):
     assert phases == expected and consumed >= 800
 
 
+def test_growing_samples_equal_those_of_one_process(walked):
+    """Ten steps of 80 tokens, the last five in longer samples, the switch at the eighth."""
+    assert_same_series(walked, "lengths_dp2", 2, "lengths_one", num_steps=10)
+    lengths = [
+        max(int(key.split("/")[3]) for key in choices(walked, "lengths_one", 1) if key.startswith(f"{step}/"))
+        for step in (5, 6)
+    ]
+    assert lengths[0] < 20 < lengths[1]
+
+
 def assert_same_state(resumed, whole, first_step):
     assert resumed["digests"] == whole["digests"]
     assert resumed["steps"] == whole["steps"] == [10.0]

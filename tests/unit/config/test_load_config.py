@@ -8,6 +8,7 @@ from msa_pretrain.model.config import Precision, QKNorm
 from msa_pretrain.training import checks
 from msa_pretrain.training.config import BlendStage, ConfigError, blend, check_overrides, load_config, to_dict, to_yaml
 
+LONGER = "seq_length:1024,micro_batch_size:1,global_batch_size:4,eval_samples:4"
 # (overrides, what the message must say)
 BAD = {
     "wrong type": (
@@ -145,6 +146,73 @@ BAD = {
     "ramp of odd sizes": (
         ["training.batch_ramp=[2,2,8]", "training.micro_batch_size=4"],
         "training.batch_ramp: start and increment [2, 2] must be multiples of micro_batch_size x data-parallel size",
+    ),
+    "lengths that shrink": (
+        ["training.length_schedule=[{from_tokens:20480,seq_length:256,micro_batch_size:1,global_batch_size:4}]"],
+        "training.length_schedule[0].seq_length (256) must be above that of the stage before (512).",
+    ),
+    "lengths out of order": (
+        [
+            "training.length_schedule=[{from_tokens:20480,seq_length:1024,micro_batch_size:1,global_batch_size:4},"
+            "{from_tokens:20480,seq_length:2048,micro_batch_size:1,global_batch_size:4}]"
+        ],
+        "training.length_schedule[1].from_tokens (20480) must be above 20480 and below training.total_tokens (491520).",
+    ),
+    "length behind the end": (
+        ["training.length_schedule=[{from_tokens:491520,seq_length:1024,micro_batch_size:1,global_batch_size:4}]"],
+        "training.length_schedule[0].from_tokens (491520) must be above 0 and below training.total_tokens (491520).",
+    ),
+    "empty batch of a length": (
+        ["training.length_schedule=[{from_tokens:20480,seq_length:1024,micro_batch_size:0,global_batch_size:4}]"],
+        "training.length_schedule[0].micro_batch_size (0) must be at least 1.",
+    ),
+    "length that is not validated": (
+        ["training.length_schedule=[{from_tokens:20480,seq_length:1024,micro_batch_size:1,global_batch_size:4}]"],
+        "training.length_schedule[0].eval_samples (0) must be at least 1 with training.eval_every above 0.",
+    ),
+    "length within a step": (
+        [f"training.length_schedule=[{{from_tokens:20481,{LONGER}}}]"],
+        "training.length_schedule[0].from_tokens (20481) must be a multiple of the tokens of a step, global_batch_size "
+        "x seq_length (2048). Use 22528.",
+    ),
+    "end within a longer step": (
+        [f"training.length_schedule=[{{from_tokens:22528,{LONGER}}}]"],
+        "training.total_tokens (491520) must be a multiple of the tokens of a step, global_batch_size x seq_length "
+        "(4096) behind training.length_schedule[0].from_tokens (22528). Use 493568.",
+    ),
+    "ramp beyond a length": (
+        [
+            f"training.length_schedule=[{{from_tokens:20480,{LONGER}}}]",
+            "training.micro_batch_size=1",
+            "training.batch_ramp=[1,1,41]",
+        ],
+        "training.batch_ramp ([1, 1, 41]) must end before training.length_schedule[0], which begins after 40 samples.",
+    ),
+    "batch of a length": (
+        [
+            "training.length_schedule=[{from_tokens:20480,seq_length:1024,micro_batch_size:3,global_batch_size:4,"
+            "eval_samples:3}]"
+        ],
+        "training.length_schedule[0]: training.global_batch_size (4) must be a multiple of micro_batch_size x "
+        "data-parallel size (3 x 1).",
+    ),
+    "layout of a length": (
+        [
+            "parallel.context=2",
+            "training.length_schedule=[{from_tokens:20480,seq_length:1023,micro_batch_size:1,global_batch_size:4,"
+            "eval_samples:4}]",
+        ],
+        "training.length_schedule[0]: training.micro_batch_size x training.seq_length (1023) must be a multiple of 2 x "
+        "parallel.context, which takes 4. Use training.seq_length=1024.",
+    ),
+    "blend within a longer sample": (
+        [
+            f"training.length_schedule=[{{from_tokens:20480,{LONGER}}}]",
+            "data.train_schedule=[{from_tokens:20992,blend:[a]}]",
+        ],
+        "data.train_schedule[0].from_tokens (20992) must be a multiple of training.length_schedule[0].seq_length "
+        "(1024) behind training.length_schedule[0].from_tokens (20480) above 0 and below training.total_tokens "
+        "(491520).",
     ),
     "learning rates": (["optim.min_lr=1"], "optim.min_lr (1.0) must be at most optim.lr (0.002)."),
     "wsd without decay": (["optim.schedule=wsd"], "optim.wsd_decay_tokens (0) must be above 0"),
@@ -318,6 +386,30 @@ def test_a_ramped_batch_grows_by_samples_and_feeds_every_token(config_of):
     # 12 samples for the three increments: 4 samples each
     assert sizes[:4] == [1] * 4 and sizes[4:6] == [2] * 2 and sizes[6:8] == [3] * 2 and sizes[8] == 4
     assert consumed == config.total_samples == 960 and len(sizes) == config.total_steps
+
+
+def test_stages_of_growing_samples(config_of):
+    """8 steps of 4 x 512 tokens with a ramp before them, 9 of 4 x 1024, the rest of 2 x 4096: 8K, ... in miniature."""
+    stages = (
+        "training.length_schedule=[{from_tokens:20480,seq_length:1024,micro_batch_size:2,global_batch_size:4,"
+        "eval_samples:4},{from_tokens:57344,seq_length:4096,micro_batch_size:1,global_batch_size:2,eval_samples:2}]"
+    )
+    config = config_of(stages, "training.batch_ramp=[1,1,12]", "training.micro_batch_size=1")
+    consumed = tokens = steps = 0
+    seen = []
+    while consumed < config.total_samples:
+        stage, size = config.stage_at(consumed), config.batch_size_at(consumed)
+        assert config.samples_at(tokens) == consumed and config.steps_until(tokens) == steps
+        assert size % stage.micro_batch_size == 0
+        seen.append((tokens, size, stage.seq_length))
+        consumed, tokens, steps = consumed + size, tokens + size * stage.seq_length, steps + 1
+    assert tokens == config.training.total_tokens and steps == config.total_steps
+    assert [size for _, size, length in seen if length == 512][:9] == [1] * 4 + [2] * 2 + [3] * 2 + [4]
+    assert next(at for at, _, length in seen if length == 1024) == 20480
+    assert next(at for at, _, length in seen if length == 4096) == 57344
+    assert {size for _, size, length in seen if length == 4096} == {2}
+    assert config.total_samples == 40 + 36 + (491520 - 57344) // 4096 == consumed
+    assert load_config(OmegaConf.create(to_yaml(to_dict(config))), world_size=1) == config
 
 
 def test_triton_limits_are_those_of_the_kernels():

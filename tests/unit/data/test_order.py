@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from msa_pretrain.data import best_fit
+from msa_pretrain.data import order as orders
 from msa_pretrain.data.best_fit import best_fit_order
 from msa_pretrain.data.order import Stage, blend_order, concat_order, samples_of, source_names
 
@@ -147,8 +147,8 @@ def test_best_fit_without_a_document_that_fits():
 
 
 def test_best_fit_refuses_more_parts_than_it_can_number(monkeypatch):
-    monkeypatch.setattr(best_fit, "MAX_DOCUMENT_INDEX", 30)
-    with pytest.raises(ValueError, match=r"10 documents in 4 epochs exceed the limit of 30 parts"):
+    monkeypatch.setattr(orders, "MAX_DOCUMENT_INDEX", 30)
+    with pytest.raises(ValueError, match=r"10 documents in 4 epochs exceed the limit of 30 document entries"):
         best_fit_order(np.full(10, 5, dtype=np.int32), num_samples=40, seq_length=8, seed=0, drop_long=False)
 
 

@@ -15,7 +15,9 @@ from msa_pretrain.training.metrics import find_metric
 def config(num_samples=40, **changes):
     values = {"seq_length": 8, "seed": 0, "packing": Packing.concat, "long_documents": LongDocuments.split, **changes}
     return SimpleNamespace(
-        training=SimpleNamespace(seq_length=values["seq_length"], seed=values["seed"]),
+        training=SimpleNamespace(
+            seq_length=values["seq_length"], seed=values["seed"], total_tokens=num_samples * values["seq_length"]
+        ),
         data=SimpleNamespace(packing=values["packing"], long_documents=values["long_documents"]),
         total_samples=num_samples,
     )
@@ -76,6 +78,26 @@ def test_what_is_behind_may_not(build, sources, write):
     write("a", [[9] * 500])  # prepared anew under the same name
     with pytest.raises(ValueError, match="the blend of the 16 samples so far was"):
         run_data(build({a: 3, b: 1}, (8, {b: 1}), num_samples=40)).check(stored, config(), 16)
+
+
+def test_lengths_that_have_begun_may_not_change_and_later_ones_may(build, sources):
+    a, b, _ = sources
+
+    def data(*lengths, num_samples=40):
+        return run_data(build({a: 3, b: 1}, num_samples=num_samples, seq_length=lengths))
+
+    stored = data((0, 8), (16, 16), (30, 32)).record(config(), 24)
+    assert stored["lengths"] == [[0, 8], [16, 16]]
+    data((0, 8), (16, 16)).check(stored, config(), 24)
+    data((0, 8), (16, 16), (24, 64)).check(stored, config(), 24)
+    for lengths in ([(0, 8)], [(0, 8), (12, 16)], [(0, 8), (16, 32)], [(0, 8), (16, 16), (20, 32)]):
+        with pytest.raises(
+            ValueError, match=r"the 24 samples so far had sequence length 8 from sample 0, 16 from samp"
+        ):
+            data(*lengths).check(stored, config(), 24)
+    # a blend that is to change from here on: 16 samples of 8 tokens and 8 of 16
+    with pytest.raises(ValueError, match=r"from_tokens: 256, blend"):
+        run_data(build({b: 1}, num_samples=40, seq_length=((0, 8), (16, 16)))).check(stored, config(), 24)
 
 
 def test_a_record_survives_a_checkpoint(build, sources):
