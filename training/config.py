@@ -24,6 +24,8 @@ from .checks import cross_check, split_source
 
 Schedule = Enum("Schedule", ["cosine", "wsd"])
 WandbMode = Enum("WandbMode", ["online", "offline", "off"])
+# The sections that make a model.
+ARCHITECTURE = {"model": ModelConfig, "attention": AttentionConfig, "moe": MoEConfig}
 
 
 @dataclass(kw_only=True)
@@ -268,6 +270,30 @@ def check_overrides(overrides: Iterable[str]) -> None:
 def to_yaml(plain: dict[str, Any]) -> str:
     """`to_dict`'s output as YAML text, in the order of the dataclasses."""
     return OmegaConf.to_yaml(OmegaConf.create(plain))
+
+
+def architecture_to_dict(source: Any) -> dict[str, Any]:
+    """The `model`, `attention` and `moe` sections of a config, or of anything with these attributes, as plain values."""
+    return {
+        name: OmegaConf.to_container(OmegaConf.structured(getattr(source, name)), enum_to_str=True)
+        for name in ARCHITECTURE
+    }
+
+
+def saved_spec(config_yaml: str) -> ModelSpec:
+    """The model, on one process, of the config in a checkpoint; keys that are newer than it have their defaults."""
+    stored = OmegaConf.create(config_yaml)
+    sections = {
+        name: OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), stored[name]))
+        for name, schema in ARCHITECTURE.items()
+    }
+    return ModelSpec(
+        **sections,
+        parallel=ParallelConfig(),
+        precision=Precision[stored.training.precision],
+        recompute=Recompute.none,
+        seed=0,
+    )
 
 
 def to_dict(config: TrainConfig) -> dict[str, Any]:
