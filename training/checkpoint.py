@@ -165,6 +165,11 @@ def model_state(chunks: list[DistributedDataParallel]) -> dict[str, Any]:
     }
 
 
+def is_extra(key: str) -> bool:
+    """State of Megatron's layers that is no weight; a checkpoint made of weights alone does not have it."""
+    return key.endswith("_extra_state")
+
+
 def compare_weights(
     path: Path, model: dict[str, Any], may_lack: Callable[[str], bool] = lambda key: False
 ) -> list[str]:

@@ -114,8 +114,10 @@ class VocabularyRows:
 
     def join(self, parts: Sequence[Tensor], sizes: Sizes) -> Tensor:
         (rows,) = parts
+        if len(rows) != sizes.vocab_size:
+            raise ValueError(f"{len(rows)} rows, but the vocabulary has {sizes.vocab_size}")
         extra = sizes.vocab_rows - len(rows)
-        return F.pad(rows, (0, 0, 0, extra)) if extra > 0 else rows
+        return F.pad(rows, (0, 0, 0, extra)) if extra else rows
 
     def split(self, tensor: Tensor, sizes: Sizes) -> list[Tensor]:
         return [tensor[: sizes.vocab_size]]

@@ -86,7 +86,8 @@ def _read_qwen3_moe(config: dict[str, Any]) -> Architecture:
         reader.refuse("norm_topk_prob is false; the router here renormalises the chosen experts' scores.")
     reader.finish()
     step, plain = reader.get("decoder_sparse_step", 1), reader.get("mlp_only_layers", [])
-    experts = reader.need("num_experts")
+    # transformers 5 saves the second name
+    experts = reader.need("num_experts" if "num_experts" in config else "num_local_experts")
     dense = [n for n in range(model.num_layers) if n in plain or not experts or (n + 1) % step]
     moe = MoEConfig(
         num_experts=experts,

@@ -140,6 +140,10 @@ class Export:
                 yield Part([planned], lambda name=name: [folder.read(name)])  # type: ignore[misc]
 
     @property
+    def total_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.parts())
+
+    @property
     def peak_bytes(self) -> int:
         """Held at once beside the program itself: the largest box on disk, and twice the largest part."""
         return self.reader.largest_chunk() + 2 * max(part.num_bytes for part in self.parts())

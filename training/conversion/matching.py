@@ -75,8 +75,10 @@ class Source:
                 for name in piece.theirs:
                     self._check_scale(name)
                 return []
-        except RuntimeError:  # torch's word for parts that do not fit together
-            found = ()
+        except (RuntimeError, ValueError) as err:
+            if isinstance(err, ConversionError):
+                raise
+            found = ()  # parts that do not fit together
         shapes = ", ".join(f"{name} {self.folder.entries[name].shape}" for name in piece.theirs)
         return [f"{shapes}: together {found or 'nothing'}, which is not our {piece.ours} {wanted}."]
 
