@@ -152,7 +152,10 @@ def _parser() -> argparse.ArgumentParser:
     bring.add_argument("--family", choices=FAMILIES, required=True, help="the format")
     bring.add_argument("--max-positions", type=int, required=True, help="the context length that config.json names")
     bring.add_argument(
-        "--layout", choices=("envelope", "text"), default="envelope", help="of minimax_m3: vision-language, or text alone"
+        "--layout",
+        choices=("envelope", "text"),
+        default="envelope",
+        help="of minimax_m3: vision-language, or text alone",
     )
     bring.add_argument("--dtype", choices=DTYPES, help="of the weights; the checkpoint's by default")
     bring.add_argument("--vocab-size", type=int, help="cut padding rows off; known of an imported checkpoint")

@@ -132,6 +132,10 @@ def load_checkpoint(
     would go on with other samples. Raises CheckpointError then, and when the keys differ.
     """
     run = dist_checkpointing.load_common_state_dict(str(path))["run"]
+    if "step" not in run:
+        raise CheckpointError(
+            f"{path} was imported and holds weights alone: there is no run to resume. Use training.init_from."
+        )
     try:
         check_data(run["data"], run["consumed_samples"])
     except ValueError as err:

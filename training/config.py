@@ -273,7 +273,7 @@ def to_yaml(plain: dict[str, Any]) -> str:
 
 
 def architecture_to_dict(source: Any) -> dict[str, Any]:
-    """The `model`, `attention` and `moe` sections of a config, or of anything with these attributes, as plain values."""
+    """The `model`, `attention` and `moe` sections of a config, or of what has these attributes, as plain values."""
     return {
         name: OmegaConf.to_container(OmegaConf.structured(getattr(source, name)), enum_to_str=True)
         for name in ARCHITECTURE

@@ -66,7 +66,7 @@ def _shifted(weight: Tensor, shift: float) -> Tensor:
 
 
 class QueryKeyValue:
-    """q [n*d, h], k [g*d, h], v [g*d, h] -> [(n+2g)*d, h], group by group: the group's query heads, its key, its value."""
+    """q [n*d, h], k [g*d, h], v [g*d, h] -> [(n+2g)*d, h], group by group: its query heads, its key, its value."""
 
     def join(self, parts: Sequence[Tensor], sizes: Sizes) -> Tensor:
         grouped = [part.unflatten(0, (sizes.num_groups, -1)) for part in parts]

@@ -32,8 +32,8 @@ def _read(config: dict[str, Any]) -> Architecture:
     reader = ConfigReader(config.get("text_config", config))
     if reader.get("layer_types", []) and reader.get("sparse_attention_config", None) is None:
         raise ConversionError(
-            "config.json was rewritten by transformers' text class, which drops sparse_attention_config and writes fused "
-            "names of its own. Use the released layout, with or without the vision-language envelope."
+            "config.json was rewritten by transformers' text class, which drops sparse_attention_config and writes "
+            "fused names of its own. Use the released layout, with or without the vision-language envelope."
         )
     reader.expect("hidden_act", "swigluoai")
     reader.expect("swiglu_alpha", 1.702)
@@ -67,7 +67,9 @@ def _read(config: dict[str, Any]) -> Architecture:
     if len(dense) < layers:
         reader.expect("n_shared_experts", 1)
         if (shared := reader.get("shared_intermediate_size", width)) != width:
-            reader.refuse(f"shared_intermediate_size ({shared}) is not intermediate_size ({width}): servers read either.")
+            reader.refuse(
+                f"shared_intermediate_size ({shared}) is not intermediate_size ({width}): servers read either."
+            )
     reader.finish()
     moe = MoEConfig(
         num_experts=reader.need("num_local_experts"),
@@ -110,7 +112,9 @@ def _flags(reader: ConfigReader, config: dict[str, Any], key: str, layers: int) 
     """A list of one flag for each layer. Raises ConversionError where it is missing or of another length."""
     flags = config.get(key)
     if flags is None or len(flags) != layers:
-        raise ConversionError(f"config.json: {key} is {flags}; it must be a list of {layers} flags, one for each layer.")
+        raise ConversionError(
+            f"config.json: {key} is {flags}; it must be a list of {layers} flags, one for each layer."
+        )
     return flags
 
 

@@ -61,7 +61,9 @@ M3 = dict(
 
 
 def _llama(tie: bool = False):
-    config = transformers.LlamaConfig(**COMMON, intermediate_size=40, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=tie)
+    config = transformers.LlamaConfig(
+        **COMMON, intermediate_size=40, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=tie
+    )
     return transformers.LlamaForCausalLM(config)
 
 
@@ -128,7 +130,10 @@ def released_m3_names(state: dict[str, torch.Tensor], prefix: str = "") -> dict[
         if name.endswith("experts.gate_up_proj"):
             for expert, both in enumerate(value):
                 gate, up = both.chunk(2)
-                released[f"{block}.experts.{expert}.w1.weight"], released[f"{block}.experts.{expert}.w3.weight"] = gate, up
+                released[f"{block}.experts.{expert}.w1.weight"], released[f"{block}.experts.{expert}.w3.weight"] = (
+                    gate,
+                    up,
+                )
         elif name.endswith("experts.down_proj"):
             released |= {f"{block}.experts.{expert}.w2.weight": down for expert, down in enumerate(value)}
         else:

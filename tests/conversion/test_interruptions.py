@@ -49,7 +49,9 @@ def test_an_import_goes_on_after_its_last_whole_file(saved, tmp_path, made):
     assert not is_complete(tmp_path / "step_0.partial")
     run_import(plan, final)
     assert is_complete(final) and not (tmp_path / "step_0.partial").exists()
-    assert set(made) == {piece.ours for piece in plan.pieces if piece.ours.startswith(("decoder.layers.1", "decoder.layers.2"))}
+    assert set(made) == {
+        piece.ours for piece in plan.pieces if piece.ours.startswith(("decoder.layers.1", "decoder.layers.2"))
+    }
     tensors = verify_tensors(compare(saved("qwen3"), final))
     assert len(tensors) == 36 and not any(tensor.max_difference for tensor in tensors)
 

@@ -1,6 +1,7 @@
 """The same logits as transformers, after an import: the map, the configs and the model itself, for every family."""
 
 import pytest
+
 from msa_pretrain.training.conversion.importing import plan_import, run_import
 from msa_pretrain.training.conversion.logits import compare_logits
 

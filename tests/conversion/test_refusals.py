@@ -37,7 +37,10 @@ TENSORS = {
         put("model.embed_tokens.weight", torch.ones(100, 48)),
         r"model\.embed_tokens\.weight \(100, 48\): together nothing, which is not our embedding",
     ),
-    "FP8 without scales": (to_fp8, r"q_proj\.weight is torch\.float8_e4m3fn and has no .*q_proj\.weight_scale_inv: its"),
+    "FP8 without scales": (
+        to_fp8,
+        r"q_proj\.weight is torch\.float8_e4m3fn and has no .*q_proj\.weight_scale_inv: its",
+    ),
     "scales without FP8": (
         put(LAYER + "self_attn.q_proj.weight_scale_inv", torch.ones(1, 1)),
         r"q_proj\.weight_scale_inv scales .*q_proj\.weight, which is torch\.float32 and not FP8",
@@ -69,15 +72,27 @@ def test_a_head_that_is_no_copy_of_a_tied_embedding(copy_of, change_tensors):
     change_tensors(folder, put("lm_head.weight", embedding.clone()))
     assert plan_import(folder).ignored == ["lm_head.weight"]
     change_tensors(folder, put("lm_head.weight", embedding + 1))
-    with pytest.raises(ConversionError, match=r"lm_head\.weight is not the embedding, though config\.json says tie_word"):
+    with pytest.raises(
+        ConversionError, match=r"lm_head\.weight is not the embedding, though config\.json says tie_word"
+    ):
         plan_import(folder)
 
 
 M3_SPARSE = {"sparse_local_block": 2, "sparse_score_type": "lse", "sparse_num_index_heads": 4}
 CONFIGS = [
     ("llama", "rope_parameters", None, r"rope_theta neither in rope_parameters nor at the top"),
-    ("llama", "rope_parameters", {"rope_type": "yarn", "rope_theta": 1e4}, r"rope_type is 'yarn'; the model here knows"),
-    ("llama", "rope_parameters", {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8}, r"scaling lacks low_freq_factor"),
+    (
+        "llama",
+        "rope_parameters",
+        {"rope_type": "yarn", "rope_theta": 1e4},
+        r"rope_type is 'yarn'; the model here knows",
+    ),
+    (
+        "llama",
+        "rope_parameters",
+        {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8},
+        r"scaling lacks low_freq_factor",
+    ),
     ("llama", "attention_bias", True, r"attention_bias is True; the model here can only be False"),
     ("llama", "rms_norm_eps", None, r"config\.json has no rms_norm_eps\. Add it: no default is assumed"),
     ("llama", "num_attention_heads", 8, r"q_proj\.weight \(96, 48\), .*: together"),
@@ -122,7 +137,9 @@ def test_rope_theta_is_read_where_it_stands(copy_of, change_config):
 
 
 def test_a_family_that_is_not_known():
-    with pytest.raises(ConversionError, match=r"model_type 'gpt2' and architectures \['GPT2LMHeadModel'\].*Known: llama, q"):
+    with pytest.raises(
+        ConversionError, match=r"model_type 'gpt2' and architectures \['GPT2LMHeadModel'\].*Known: llama, q"
+    ):
         family_of({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]})
     assert {name: family_of({"model_type": name}).name for name in ("llama", "qwen3", "qwen3_moe", "minimax_m2")} == {
         name: name for name in FAMILIES if name != "minimax_m3"
@@ -133,7 +150,10 @@ def test_an_index_that_lists_what_no_file_has(copy_of):
     """T6.6, and a shard that is missing or cut short."""
     folder = copy_of("qwen3")
     tensors = load_file(folder / "model.safetensors")
-    index = {"metadata": {}, "weight_map": {**dict.fromkeys(tensors, "model.safetensors"), "ghost": "model.safetensors"}}
+    index = {
+        "metadata": {},
+        "weight_map": {**dict.fromkeys(tensors, "model.safetensors"), "ghost": "model.safetensors"},
+    }
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ConversionError, match=r"differ:\n  - ghost should be in model\.safetensors and is not"):
         plan_import(folder)
@@ -164,7 +184,9 @@ def test_formats_that_run_code_and_folders_without_a_model(copy_of, tmp_path):
 def test_a_place_that_is_taken(saved, tmp_path):
     plan = plan_import(saved("qwen3"))
     run_import(plan, tmp_path / "checkpoint")
-    with pytest.raises(ConversionError, match=r"checkpoint is a checkpoint already\. Choose another --to, or remove it"):
+    with pytest.raises(
+        ConversionError, match=r"checkpoint is a checkpoint already\. Choose another --to, or remove it"
+    ):
         run_import(plan, tmp_path / "checkpoint")
     (tmp_path / "other").mkdir()
     with pytest.raises(ConversionError, match=r"other exists and is no checkpoint"):

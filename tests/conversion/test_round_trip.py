@@ -69,5 +69,7 @@ def test_verify_names_the_tensor_that_differs(copy_of, change_tensors, tmp_path)
         key[:16], key[16:] = key[16:].clone(), key[:16].clone()
 
     change_tensors(folder, swap)
-    with pytest.raises(SystemExit, match=r"1 of 36 tensors differ:\n  - model\.layers\.1\.self_attn\.k_proj\.weight: by"):
+    with pytest.raises(
+        SystemExit, match=r"1 of 36 tensors differ:\n  - model\.layers\.1\.self_attn\.k_proj\.weight: by"
+    ):
         run("verify", "--hf", folder, "--checkpoint", tmp_path / "checkpoint", "--no-logits")

@@ -91,10 +91,16 @@ def test_what_an_export_says_and_holds(trained, tmp_path, capsys):
     main(["export", "--from", str(trained), "--to", str(tmp_path / "exported"), *options])
     printed = capsys.readouterr().out
     assert "tensors of MTP layers, which only train, are left out" in printed
-    assert "63 rows past the vocabulary of 257 are cut off" in printed and "norm weights w are written as w - 1" in printed
+    assert (
+        "63 rows past the vocabulary of 257 are cut off" in printed and "norm weights w are written as w - 1" in printed
+    )
     tensors = load_file(tmp_path / "exported" / "model.safetensors")
     wide = {name for name, value in tensors.items() if value.dtype == torch.float32}
-    assert wide == {f"language_model.model.layers.{n}.block_sparse_moe.{name}" for n in (1, 2) for name in ("gate.weight", "e_score_correction_bias")}
+    assert wide == {
+        f"language_model.model.layers.{n}.block_sparse_moe.{name}"
+        for n in (1, 2)
+        for name in ("gate.weight", "e_score_correction_bias")
+    }
     assert all(value.dtype == torch.bfloat16 for name, value in tensors.items() if name not in wide)
     assert tensors["language_model.lm_head.weight"].shape == (257, 32)
     config = json.loads((tmp_path / "exported" / "config.json").read_text())

@@ -262,7 +262,7 @@ def test_rotation_is_exact_at_a_million_tokens():
 
 
 def test_scaled_rotation_slows_long_wavelengths():
-    """Llama 3.1's rule at three pairs: a short wavelength stays, a long one is divided, one between goes part of the way."""
+    """Llama 3.1's rule at three pairs: a short wavelength stays, a long one is divided, one between goes part way."""
     scaling = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_length=64)
     theta = 1000.0
     cos, _ = rotation(torch.tensor([1]), 6, theta, scaling)
@@ -271,7 +271,9 @@ def test_scaled_rotation_slows_long_wavelengths():
     part = (64 / wavelengths[1] - 1) / (4 - 1)
     frequencies = [1.0, theta ** (-1 / 3) * ((1 - part) / 8 + part), theta ** (-2 / 3) / 8]
     assert cos[0, 0, :3].tolist() == pytest.approx([math.cos(frequency) for frequency in frequencies], rel=1e-6)
-    assert torch.equal(rotation(torch.tensor([5]), 6, theta, RopeScaling())[0], rotation(torch.tensor([5]), 6, theta)[0])
+    assert torch.equal(
+        rotation(torch.tensor([5]), 6, theta, RopeScaling())[0], rotation(torch.tensor([5]), 6, theta)[0]
+    )
 
 
 def test_zero_centred_norms_are_plain_ones_of_weights_one_more(rig, tiny_config, batch_of):

@@ -188,7 +188,9 @@ def plan_export(path: Path, choices: ExportChoices) -> Export:
         if not piece.theirs and export.ours(piece).any():
             raise ConversionError(f"the format of {family.name} has no place for {piece.ours}, which is not zero.")
     if len(stored) < len(reader.tensors):
-        export.notes.append(f"{len(reader.tensors) - len(stored)} tensors of MTP layers, which only train, are left out")
+        export.notes.append(
+            f"{len(reader.tensors) - len(stored)} tensors of MTP layers, which only train, are left out"
+        )
     if vocab_size < rows:
         export.notes.append(f"{rows - vocab_size} rows past the vocabulary of {vocab_size} are cut off")
     if sizes.norm_shift:

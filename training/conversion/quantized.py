@@ -19,7 +19,7 @@ def scale_name(weight: str) -> str:
 
 
 def blocks_of(name: str, shape: tuple[int, ...], scale_dtype: torch.dtype, scale_shape: tuple[int, ...]) -> int:
-    """Columns that share a scale (rows: as many, or one in MXFP8). Raises ConversionError for scales of another form."""
+    """Columns that share a scale (rows: as many, or one in MXFP8). Raises ConversionError for other scales."""
     if len(shape) == 2:
         rows, columns = shape
         if scale_dtype == torch.float32 and scale_shape == (-(-rows // BLOCK), -(-columns // BLOCK)):

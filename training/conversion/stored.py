@@ -183,7 +183,9 @@ class CheckpointReader:
         stored = self.tensors[key]
         shape = stored.size if index is None else torch.Size([1, *stored.size[1:]])
         first = index or 0
-        boxes = [box for box in stored.chunks if index is None or box.offsets[0] <= index < box.offsets[0] + box.sizes[0]]
+        boxes = [
+            box for box in stored.chunks if index is None or box.offsets[0] <= index < box.offsets[0] + box.sizes[0]
+        ]
         if len(boxes) == 1 and boxes[0].sizes == stored.size:
             whole = self._load(key, boxes[0])
             return whole if index is None else whole[index : index + 1]
