@@ -27,7 +27,6 @@ from msa_pretrain.model.config import Precision
 from msa_pretrain.model.hf import FAMILIES, ConversionError
 
 GIB = 2**30
-LOGIT_TOLERANCE = 1e-4
 DTYPES = {"bf16": Precision.bf16, "fp32": Precision.fp32}
 
 
@@ -53,10 +52,11 @@ def _import(args: argparse.Namespace) -> None:
     _announce(args.to, plan.total_bytes, plan.peak_bytes)
     with _progress(plan.total_bytes) as advance:
         run_import(plan, args.to, advance)
+    attention = " attention=imported" if plan.spec.msa_layers else ""
     print(
-        f"{args.to} is ready. Train from it with\n"
-        f"  python -m msa_pretrain.scripts.pretrain --config-dir {args.to}/configs model=imported moe=imported "
-        f"attention=… training.init_from={args.to} …"
+        f"{args.to} is ready. Train from it, in an experiment of your choice, with\n"
+        f"  python -m msa_pretrain.scripts.pretrain --config-dir {args.to}/configs experiment=msa_cpt_230b "
+        f"model=imported moe=imported{attention} training.init_from={args.to} …"
     )
 
 
@@ -115,8 +115,8 @@ def _verify_logits(args: argparse.Namespace) -> None:
             f"logits of {one.length} tokens: differ by up to {one.max_difference:.2g}, "
             f"same choice at {one.same_choice:.2%}"
         )
-    if not all(one.max_difference <= LOGIT_TOLERANCE for one in found):
-        raise ConversionError(f"the logits differ by more than {LOGIT_TOLERANCE}. The two are not the same model.")
+    if not all(one.max_difference <= args.tolerance for one in found):
+        raise ConversionError(f"the logits differ by more than {args.tolerance}. The two are not the same model.")
 
 
 def _announce(to: Path, total: int, peak: int) -> None:
@@ -170,6 +170,7 @@ def _parser() -> argparse.ArgumentParser:
     bring.add_argument("--checksums", type=Path, metavar="FILE", help="write the CRC-32 of every tensor here, as JSON")
     bring.add_argument("--no-logits", action="store_true", help="which need both models in memory, in fp32")
     bring.add_argument("--lengths", type=int, nargs="+", default=[7, 64, 300], help="of the prompts, in tokens")
+    bring.add_argument("--tolerance", type=float, default=1e-4, help="of the logits")
     bring.add_argument("--trust-remote-code", action="store_true", help="let transformers run code of the folder")
     bring.set_defaults(run=_verify)
     return parser

@@ -12,7 +12,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ..data.order import LongDocuments, Packing
 from ..model.config import (
+    AttentionBackend,
     AttentionConfig,
+    LayerBackend,
     ModelConfig,
     ModelSpec,
     MoEConfig,
@@ -281,9 +283,13 @@ def architecture_to_dict(source: Any) -> dict[str, Any]:
 
 
 def saved_spec(config_yaml: str) -> ModelSpec:
-    """The model, on one process, of the config in a checkpoint; keys that are newer than it have their defaults."""
-    stored = OmegaConf.create(config_yaml)
-    sections = {
+    """The model of the config in a checkpoint, on one process and on any machine: torch's layers, reference kernels.
+
+    Keys that are newer than the checkpoint have their defaults.
+    """
+    stored: Any = OmegaConf.create(config_yaml)
+    stored.model.backend, stored.attention.backend = LayerBackend.torch.name, AttentionBackend.reference.name
+    sections: dict[str, Any] = {
         name: OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), stored[name]))
         for name, schema in ARCHITECTURE.items()
     }

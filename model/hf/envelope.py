@@ -24,7 +24,7 @@ TEXT_PREFIX = "language_model."
 
 def envelope_config(text: dict[str, Any], release: dict[str, Any] | None) -> dict[str, Any]:
     """config.json around a text_config; vision keys from that of a release, or for the small tower."""
-    vision = {
+    vision: dict[str, Any] = {
         key: release[key]
         for key in ("vision_config", "projector_hidden_size", "image_token_index", "video_token_index")
         if release and key in release

@@ -88,7 +88,7 @@ def _qwen3_moe():
 
 def _minimax_m2():
     config = transformers.MiniMaxM2Config(
-        **COMMON, intermediate_size=40, num_local_experts=5, num_experts_per_tok=2, rotary_dim=8, rope_theta=5e6
+        **COMMON, intermediate_size=40, num_local_experts=4, num_experts_per_tok=2, rotary_dim=8, rope_theta=5e6
     )
     return transformers.MiniMaxM2ForCausalLM(config)
 

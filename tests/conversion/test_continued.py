@@ -17,6 +17,7 @@ from msa_pretrain.training.conversion.importing import plan_import, run_import
 from msa_pretrain.training.launch import train
 
 SHORT = [
+    "experiment=cpu_smoke",
     "model=imported",
     "moe=imported",
     "attention=dense",

@@ -1,6 +1,7 @@
 """The same logits as transformers, after an import: the map, the configs and the model itself, for every family."""
 
 import pytest
+import torch
 
 from msa_pretrain.training.conversion.importing import plan_import, run_import
 from msa_pretrain.training.conversion.logits import compare_logits
@@ -19,3 +20,11 @@ def test_logits_are_those_of_transformers(saved, tokens, tmp_path, name):
         print(name, found)
         assert found.max_difference < TOLERANCE, found
         assert found.same_choice == 1.0
+
+
+def test_bf16_weights_with_an_fp32_router(saved, tokens, tmp_path):
+    """As released. Both compute in fp32."""
+    folder = saved("minimax_m3", torch.bfloat16)
+    checkpoint = run_import(plan_import(folder), tmp_path / "checkpoint")
+    for found in compare_logits(folder, checkpoint, [tokens(61)]):
+        assert found.max_difference < TOLERANCE and found.same_choice == 1.0

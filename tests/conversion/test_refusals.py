@@ -30,12 +30,12 @@ TENSORS = {
     "left over": (put(LAYER + "self_attn.sinks", torch.ones(6)), r"model\.layers\.1\.self_attn\.sinks is left over"),
     "other shape": (
         put(LAYER + "mlp.up_proj.weight", torch.ones(41, 48)),
-        r"mlp\.gate_proj\.weight \(40, 48\), .*up_proj\.weight \(41, 48\): together \(81, 48\), which is not our "
+        r"mlp\.gate_proj\.weight \(40, 48\), .*up_proj\.weight \(41, 48\): together \(81, 48\), which does not make our "
         r"decoder\.layers\.1\.mlp\.linear_fc1\.weight \(80, 48\)",
     ),
     "too few rows": (
         put("model.embed_tokens.weight", torch.ones(100, 48)),
-        r"model\.embed_tokens\.weight \(100, 48\): together nothing, which is not our embedding",
+        r"model\.embed_tokens\.weight \(100, 48\): together nothing, which does not make our embedding",
     ),
     "FP8 without scales": (
         to_fp8,
@@ -96,6 +96,7 @@ CONFIGS = [
     ("llama", "attention_bias", True, r"attention_bias is True; the model here can only be False"),
     ("llama", "rms_norm_eps", None, r"config\.json has no rms_norm_eps\. Add it: no default is assumed"),
     ("llama", "num_attention_heads", 8, r"q_proj\.weight \(96, 48\), .*: together"),
+    ("llama", "num_key_value_heads", 3, r"k_proj\.weight \(32, 48\), .*: together .* does not make our"),
     ("qwen3", "hidden_act", "gelu", r"hidden_act is 'gelu'; the model here can only be 'silu'"),
     ("qwen3_moe", "norm_topk_prob", False, r"norm_topk_prob is false; the router here renormalises"),
     ("minimax_m2", "rotary_dim", 16, r"rotary_dim \(16\) and partial_rotary_factor \(0\.5\) of 16 channels differ"),
@@ -189,5 +190,7 @@ def test_a_place_that_is_taken(saved, tmp_path):
     ):
         run_import(plan, tmp_path / "checkpoint")
     (tmp_path / "other").mkdir()
+    with pytest.raises(ConversionError, match=r"--vocab-multiple \(0\) must be at least 1"):
+        plan_import(saved("qwen3"), vocab_multiple=0)
     with pytest.raises(ConversionError, match=r"other exists and is no checkpoint"):
         run_import(plan, tmp_path / "other")

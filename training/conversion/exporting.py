@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from ...model.mcore import DTYPES
 from ..config import saved_spec
 from .matching import is_mtp, model_tensors
 from .stored import PREFIX, CheckpointReader
-from .tensor_files import INDEX, Planned, TensorFolder, sync, write_header, write_tensor
+from .tensor_files import INDEX, Planned, TensorFolder, check_space, partial_name, sync, write_header, write_tensor
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -119,7 +120,7 @@ class Export:
                 Planned(name, self.written_dtype(piece), tuple(shape))
                 for name, shape in zip(piece.theirs, shapes, strict=True)
             ]
-            yield Part(planned, lambda piece=piece: self.split(piece))  # type: ignore[misc]  # its default is a Piece
+            yield Part(planned, partial(self.split, piece))
         if self.has_envelope:
             yield from self._vision()
 
@@ -130,14 +131,14 @@ class Export:
     def _vision(self) -> Iterator[Part]:
         if self.choices.vision_from is None:
             for name, shape in small_tower_shapes(self.spec.model.hidden_size).items():
-                zeros = Planned(name, self.dtype, shape)
-                yield Part([zeros], lambda zeros=zeros: [torch.zeros(zeros.shape, dtype=zeros.dtype)])  # type: ignore[misc]
+                planned = Planned(name, self.dtype, shape)
+                yield Part([planned], partial(_zeros, planned))
             return
         folder = TensorFolder(self.choices.vision_from)
         for name, entry in folder.entries.items():
             if name.startswith(VISION):
                 planned = Planned(name, entry.dtype, entry.shape)
-                yield Part([planned], lambda name=name: [folder.read(name)])  # type: ignore[misc]
+                yield Part([planned], partial(_read, folder, name))
 
     @property
     def total_bytes(self) -> int:
@@ -145,8 +146,8 @@ class Export:
 
     @property
     def peak_bytes(self) -> int:
-        """Held at once beside the program itself: the largest box on disk, and twice the largest part."""
-        return self.reader.largest_chunk() + 2 * max(part.num_bytes for part in self.parts())
+        """Held at once beside the program itself: the largest boxes on disk, and twice the largest part."""
+        return self.reader.peak_bytes() + 2 * max(part.num_bytes for part in self.parts())
 
     def config(self) -> dict[str, Any]:
         options = ExportOptions(
@@ -159,6 +160,14 @@ class Export:
         if self.has_envelope:
             return envelope_config(config, _config_of(self.choices.vision_from))
         return config | ({"model_type": "minimax_m3_vl_text"} if self.family.name == "minimax_m3" else {})
+
+
+def _zeros(planned: Planned) -> list[Tensor]:
+    return [torch.zeros(planned.shape, dtype=planned.dtype)]
+
+
+def _read(folder: TensorFolder, name: str) -> list[Tensor]:
+    return [folder.read(name)]
 
 
 def plan_export(path: Path, choices: ExportChoices) -> Export:
@@ -216,7 +225,8 @@ def run_export(plan: Export, final: Path, on_bytes: Callable[[int], None] = lamb
     """Write the folder `final`, complete or not at all; a killed conversion goes on after its last whole file."""
     if final.exists():
         raise ConversionError(f"{final} exists. Choose another --to, or remove it.")
-    folder = final.with_name(final.name + ".partial")
+    check_space(final, plan.total_bytes)
+    folder = partial_name(final)
     note, fingerprint = folder / "journal.txt", _fingerprint(plan)
     if not (note.is_file() and note.read_text() == fingerprint):
         shutil.rmtree(folder, ignore_errors=True)

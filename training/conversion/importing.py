@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,10 +17,10 @@ from ...model.hf.forms import Sizes
 from ...model.mcore import DTYPES
 from ..checkpoint import is_complete
 from ..config import architecture_to_dict, to_yaml
-from .matching import Source, model_tensors
+from .matching import HEAD_NAME, Source, model_tensors
 from .quantized import FP8
 from .stored import PREFIX, CheckpointWriter, Chunk
-from .tensor_files import TensorFolder
+from .tensor_files import TensorFolder, check_space
 
 EMBED = "model.embed_tokens.weight"
 
@@ -85,6 +84,8 @@ def plan_import(path: Path, *, precision: Precision | None = None, vocab_multipl
     Raises:
         ConversionError: anything that the model cannot be, or a tensor that is missing, left over or of another shape.
     """
+    if vocab_multiple < 1:
+        raise ConversionError(f"--vocab-multiple ({vocab_multiple}) must be at least 1.")
     config = json.loads((path / "config.json").read_text()) if (path / "config.json").is_file() else None
     if config is None:
         raise ConversionError(f"{path} has no config.json. Name the folder of a Hugging Face model.")
@@ -95,12 +96,10 @@ def plan_import(path: Path, *, precision: Precision | None = None, vocab_multipl
     rows = -(-vocab_size // vocab_multiple) * vocab_multiple
     architecture = replace(architecture, model=replace(architecture.model, vocab_size=rows))
     spec = architecture.spec(precision or _precision(folder))
-    source = Source(folder, family, DTYPES[spec.precision])
+    source = Source(folder, family, spec)
     pieces = list(family.pieces(spec, source.prefix))
     shapes = model_tensors(spec)
     sizes = Sizes.of(spec, vocab_size, zero_centered_norms=family.zero_centered_norms)
-    if spec.model.tie_embeddings:
-        source.family = replace(family, ignored=(*family.ignored, "lm_head.weight"))
     ignored = source.match(pieces, shapes, sizes)
     plan = Import(family, spec, vocab_size, pieces, shapes, source, ignored, architecture)
     _check_copied_head(plan)
@@ -128,7 +127,7 @@ def _precision(folder: TensorFolder) -> Precision:
 
 def _check_copied_head(plan: Import) -> None:
     """A tied model's folder may hold the head too: as a copy, or the model is not tied."""
-    if head := [name for name in plan.ignored if name.endswith("lm_head.weight")]:
+    if head := [name for name in plan.ignored if name.endswith(HEAD_NAME)]:
         embedding = plan.source.read(plan.source.prefix + EMBED)
         if not torch.equal(plan.source.read(head[0]), embedding):
             raise ConversionError(
@@ -161,9 +160,7 @@ def run_import(plan: Import, final: Path, on_bytes: Callable[[int], None] = lamb
     if final.exists():
         state = "is a checkpoint already" if is_complete(final) else "exists and is no checkpoint"
         raise ConversionError(f"{final} {state}. Choose another --to, or remove it.")
-    need, free = plan.total_bytes, shutil.disk_usage(_existing(final)).free
-    if need > free:
-        raise ConversionError(f"{final} needs {need:,} bytes and the disk has {free:,} left. Choose another --to.")
+    check_space(final, plan.total_bytes)
     writer = CheckpointWriter(final, _fingerprint(plan))
     for group, pieces in enumerate(_by_layer(plan.pieces)):
         chunks = [plan.chunk(piece) for piece in pieces]
@@ -177,10 +174,6 @@ def run_import(plan: Import, final: Path, on_bytes: Callable[[int], None] = lamb
             on_bytes(sum(chunk.num_bytes for chunk in chunks))
     writer.finish(_run_state(plan), _hydra_files(plan))
     return final
-
-
-def _existing(path: Path) -> Path:
-    return next(parent for parent in path.absolute().parents if parent.is_dir())
 
 
 def _by_layer(pieces: list[Piece]) -> list[list[Piece]]:

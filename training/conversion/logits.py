@@ -16,7 +16,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from ...kernels import Segments
-from ...model.config import AttentionBackend, ModelSpec, Phase, Precision
+from ...model.config import ModelSpec, Phase, Precision
 from ...model.context import AttentionContext
 from ...model.gpt import build_model
 from ...model.hf import ConversionError
@@ -54,12 +54,7 @@ def compare_logits(
 def loaded_model(checkpoint: Path) -> Iterator[tuple[GPTModel, ModelSpec]]:
     """The checkpoint's model in fp32, in a world of one process, with the reference kernels."""
     spec = saved_spec(CheckpointReader(checkpoint).run["config"])
-    spec = replace(
-        spec,
-        precision=Precision.fp32,
-        model=replace(spec.model, mtp_layers=0),
-        attention=replace(spec.attention, backend=AttentionBackend.reference),
-    )
+    spec = replace(spec, precision=Precision.fp32, model=replace(spec.model, mtp_layers=0))
     with distributed(), model_parallel(spec.parallel, seed=0):
         (model,) = build_model(spec, seq_length=8, initialized=False)
         state = model.sharded_state_dict(prefix="model.", metadata=dict(MODEL_METADATA))

@@ -7,12 +7,14 @@ from ...model.config import ModelSpec
 from ...model.hf import ConversionError
 from ...model.hf.family import Family, Piece
 from ...model.hf.forms import Sizes
+from ...model.mcore import DTYPES
 from ..sharding import share_of_rank
 from .quantized import FP8, blocks_of, dequantize, scale_name
 from .stored import PREFIX
 from .tensor_files import TensorFolder
 
 MANY = 20
+HEAD_NAME = "lm_head.weight"
 
 
 def model_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
@@ -27,10 +29,13 @@ def is_mtp(name: str) -> bool:
 
 
 class Source:
-    """A Hugging Face folder read through a family's map: weights in FP8 come back as `dtype`."""
+    """A Hugging Face folder read through a family's map: weights in FP8 come back in the precision of `spec`."""
 
-    def __init__(self, folder: TensorFolder, family: Family, dtype: torch.dtype) -> None:
-        self.folder, self.family, self.dtype = folder, family, dtype
+    def __init__(self, folder: TensorFolder, family: Family, spec: ModelSpec) -> None:
+        self.folder, self.family, self.dtype = folder, family, DTYPES[spec.precision]
+        # a tied model may be saved with a copy of its head
+        tied = spec.model.tie_embeddings and not family.separate_head
+        self.ignored = (*family.ignored, *((HEAD_NAME,) if tied else ()))
         envelope = any(name.startswith("language_model.") for name in folder.entries)
         self.prefix = "language_model." if envelope else ""
 
@@ -42,7 +47,7 @@ class Source:
         problems, used, made = [], set(), set()
         for piece in pieces:
             used.update(piece.theirs)
-            used.update(filter(self.is_scale, map(scale_name, piece.theirs)))
+            used.update(map(scale_name, piece.theirs))
             lacking = [name for name in piece.theirs if name not in self.folder.entries]
             problems += [f"{name} is missing." for name in lacking]
             if piece.ours is None:
@@ -53,7 +58,7 @@ class Source:
         problems += [f"no tensor of theirs makes our {name}." for name in sorted(ours.keys() - made)]
         problems += [f"the model has no {name}." for name in sorted(made - ours.keys())]
         extra = sorted(self.folder.entries.keys() - used)
-        ignored = [name for name in extra if any(part in name for part in self.family.ignored)]
+        ignored = [name for name in extra if any(part in name for part in self.ignored)]
         problems += [f"{name} is left over." for name in extra if name not in set(ignored)]
         if problems:
             more = [f"and {len(problems) - MANY} more."] if len(problems) > MANY else []
@@ -62,9 +67,6 @@ class Source:
                 problems[:MANY] + more,
             )
         return ignored
-
-    def is_scale(self, name: str) -> bool:
-        return name in self.folder.entries
 
     def _other_shape(self, piece: Piece, shape: tuple[int, ...], sizes: Sizes) -> list[str]:
         wanted = shape if piece.expert is None else (1, *shape[1:])
@@ -80,7 +82,7 @@ class Source:
                 raise
             found = ()  # parts that do not fit together
         shapes = ", ".join(f"{name} {self.folder.entries[name].shape}" for name in piece.theirs)
-        return [f"{shapes}: together {found or 'nothing'}, which is not our {piece.ours} {wanted}."]
+        return [f"{shapes}: together {found or 'nothing'}, which does not make our {piece.ours} {wanted}."]
 
     def _check_scale(self, name: str) -> None:
         entry, scale = self.folder.entries[name], self.folder.entries.get(scale_name(name))

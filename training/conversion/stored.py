@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from ...model.hf import ConversionError
 from ..checkpoint import is_complete
-from .tensor_files import sync
+from .tensor_files import partial_name, sync
 
 PREFIX = "model."
 JOURNAL = "journal"
@@ -70,7 +70,7 @@ class CheckpointWriter:
     """
 
     def __init__(self, final: Path, fingerprint: str) -> None:
-        self.final, self.folder = final, final.with_name(final.name + ".partial")
+        self.final, self.folder = final, partial_name(final)
         note = self.folder / f"{JOURNAL}.txt"
         if not (note.is_file() and note.read_text() == fingerprint):
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -164,50 +164,57 @@ class CheckpointReader:
             if key.startswith(PREFIX) and isinstance(value, TensorStorageMetadata)
         }
         self._places = {(index.fqn, tuple(index.offset or ())): info for index, info in metadata.storage_data.items()}
-        self._last: tuple[Any, Tensor] | None = None
+        self._boxes: dict[tuple[str, tuple[int, ...]], Tensor] = {}
 
     @property
     def run(self) -> dict[str, Any]:
         return dist_checkpointing.load_common_state_dict(str(self.path))["run"]
 
-    def largest_chunk(self) -> int:
-        """Bytes of the largest box on disk, which is read as a whole."""
+    def peak_bytes(self) -> int:
+        """Of boxes in memory at once: those that hold the same experts, or one of another tensor."""
         return max(
-            chunk.sizes.numel() * tensor.properties.dtype.itemsize
+            sum(box.sizes.numel() for box in tensor.chunks if box.offsets[:1] == first)
+            * tensor.properties.dtype.itemsize
             for tensor in self.tensors.values()
-            for chunk in tensor.chunks
+            for first in {box.offsets[:1] for box in tensor.chunks}
         )
 
     def read(self, key: str, index: int | None = None) -> Tensor:
         """The whole tensor, or with `index` that row [1, ...] of it."""
         stored = self.tensors[key]
-        shape = stored.size if index is None else torch.Size([1, *stored.size[1:]])
-        first = index or 0
-        boxes = [
-            box for box in stored.chunks if index is None or box.offsets[0] <= index < box.offsets[0] + box.sizes[0]
-        ]
-        if len(boxes) == 1 and boxes[0].sizes == stored.size:
-            whole = self._load(key, boxes[0])
-            return whole if index is None else whole[index : index + 1]
-        tensor = torch.empty(shape, dtype=stored.properties.dtype)
-        for box in boxes:
-            part = self._load(key, box)
-            if index is not None:
-                part = part[index - box.offsets[0] : index - box.offsets[0] + 1]
-            starts = [box.offsets[0] - first if index is None else 0, *box.offsets[1:]] if shape else []
-            target = tensor
-            for dim, (start, size) in enumerate(zip(starts, part.shape, strict=True)):
-                target = target.narrow(dim, start, size)
-            target.copy_(part)
+        if index is None:
+            return self._whole(key, stored)
+        boxes = [box for box in stored.chunks if box.offsets[0] <= index < box.offsets[0] + box.sizes[0]]
+        wanted = {(key, tuple(box.offsets)): box for box in boxes}
+        # a box may hold many experts, which are asked for one by one
+        self._boxes = {
+            where: self._boxes[where] if where in self._boxes else self._load(key, box) for where, box in wanted.items()
+        }
+        row = torch.empty([1, *stored.size[1:]], dtype=stored.properties.dtype)
+        for where, box in wanted.items():
+            local = index - box.offsets[0]
+            _place(row, self._boxes[where][local : local + 1], [0, *box.offsets[1:]])
+        return row
+
+    def _whole(self, key: str, stored: TensorStorageMetadata) -> Tensor:
+        self._boxes = {}
+        if len(stored.chunks) == 1:
+            return self._load(key, stored.chunks[0])
+        tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
+        for box in stored.chunks:
+            _place(tensor, self._load(key, box), box.offsets)
         return tensor
 
     def _load(self, key: str, box: ChunkStorageMetadata) -> Tensor:
-        """A box from disk; the last one is kept, as a box may hold many experts that are asked for one by one."""
-        where = (key, tuple(box.offsets))
-        if self._last is None or self._last[0] != where:
-            self._last = None
-            place = self._places[where]
-            with open(self.path / place.relative_path, "rb") as file:
-                view = FileSystemReader(self.path)._slice_file(file, place)
-                self._last = (where, torch.load(view, map_location="cpu", weights_only=True))
-        return self._last[1]
+        place = self._places[key, tuple(box.offsets)]
+        with open(self.path / place.relative_path, "rb") as file:
+            view = FileSystemReader(self.path)._slice_file(file, place)
+            return torch.load(view, map_location="cpu", weights_only=True)
+
+
+def _place(tensor: Tensor, part: Tensor, offsets: Sequence[int]) -> None:
+    """Copy `part` into the tensor at these offsets."""
+    target = tensor
+    for dim, (start, size) in enumerate(zip(offsets, part.shape, strict=True)):
+        target = target.narrow(dim, start, size)
+    target.copy_(part)

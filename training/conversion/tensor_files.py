@@ -7,6 +7,7 @@ header and the tensors' bytes; tests read and write it with the library on the o
 
 import json
 import os
+import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,6 +157,19 @@ def write_tensor(stream: BinaryIO, tensor: Tensor) -> None:
 def bytes_of(tensor: Tensor) -> memoryview:
     """A contiguous CPU tensor's memory, without a copy."""
     return memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy())
+
+
+def partial_name(final: Path) -> Path:
+    """Where `final` is written until it is complete."""
+    return final.with_name(final.name + ".partial")
+
+
+def check_space(final: Path, num_bytes: int) -> None:
+    """Raise ConversionError unless the disk has room for so many bytes, those of an unfinished conversion counted."""
+    disk = next(parent for parent in final.absolute().parents if parent.is_dir())
+    free = shutil.disk_usage(disk).free + sum(file.stat().st_size for file in partial_name(final).glob("*"))
+    if num_bytes > free:
+        raise ConversionError(f"{final} takes {num_bytes:,} bytes and the disk has {free:,}. Choose another --to.")
 
 
 def sync(path: Path) -> None:

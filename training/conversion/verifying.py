@@ -6,7 +6,7 @@ This compares through the map that converted; whether the map is right, only the
 import json
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,8 @@ from torch import Tensor
 
 from ...model.config import AttentionKind, ModelSpec
 from ...model.hf import ConversionError, family_of
-from ...model.hf.family import Architecture, Family, Piece
+from ...model.hf.family import Architecture, Piece
 from ...model.hf.forms import Sizes
-from ...model.mcore import DTYPES
 from ..config import saved_spec
 from .matching import Source, is_mtp, model_tensors
 from .stored import PREFIX, CheckpointReader
@@ -93,7 +92,7 @@ def compare(folder: Path, checkpoint: Path) -> Comparison:
     architecture = family.read_config(config)
     if problems := list(_differing(architecture, spec)):
         raise ConversionError(f"{folder} and {checkpoint} are different models:", problems)
-    source = Source(TensorFolder(folder), _with_ignored_head(family, spec), DTYPES[spec.precision])
+    source = Source(TensorFolder(folder), family, spec)
     pieces = list(family.pieces(spec, source.prefix))
     sizes = Sizes.of(spec, architecture.model.vocab_size, zero_centered_norms=family.zero_centered_norms)
     shapes = model_tensors(spec)
@@ -105,12 +104,6 @@ def compare(folder: Path, checkpoint: Path) -> Comparison:
             [str(key) for key, _ in sorted(stored.items() ^ shapes.items())],
         )
     return Comparison(source, reader, spec, sizes, pieces)
-
-
-def _with_ignored_head(family: Family, spec: ModelSpec) -> Family:
-    if spec.model.tie_embeddings and not family.separate_head:
-        return replace(family, ignored=(*family.ignored, "lm_head.weight"))
-    return family
 
 
 def _differing(theirs: Architecture, ours: ModelSpec) -> Iterator[str]:
