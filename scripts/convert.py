@@ -146,33 +146,33 @@ def _parser() -> argparse.ArgumentParser:
     bring.add_argument("--vocab-multiple", type=int, default=1, help="pad the vocabulary for tensor parallelism")
     bring.set_defaults(run=_import)
 
-    bring = commands.add_parser("export", help="a training checkpoint to a Hugging Face folder")
-    bring.add_argument("--from", dest="source", type=Path, required=True, metavar="CHECKPOINT")
-    bring.add_argument("--to", type=Path, required=True, metavar="FOLDER")
-    bring.add_argument("--family", choices=FAMILIES, required=True, help="the format")
-    bring.add_argument("--max-positions", type=int, required=True, help="the context length that config.json names")
-    bring.add_argument(
+    write = commands.add_parser("export", help="a training checkpoint to a Hugging Face folder")
+    write.add_argument("--from", dest="source", type=Path, required=True, metavar="CHECKPOINT")
+    write.add_argument("--to", type=Path, required=True, metavar="FOLDER")
+    write.add_argument("--family", choices=FAMILIES, required=True, help="the format")
+    write.add_argument("--max-positions", type=int, required=True, help="the context length that config.json names")
+    write.add_argument(
         "--layout",
         choices=("envelope", "text"),
         default="envelope",
         help="of minimax_m3: vision-language, or text alone",
     )
-    bring.add_argument("--dtype", choices=DTYPES, help="of the weights; the checkpoint's by default")
-    bring.add_argument("--vocab-size", type=int, help="cut padding rows off; known of an imported checkpoint")
-    bring.add_argument("--max-shard-gb", type=float, default=5.0)
-    bring.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="its tokenizer and special token ids go along")
-    bring.add_argument("--vision-from", type=Path, metavar="FOLDER", help="a MiniMax-M3 release: its tower goes along")
-    bring.set_defaults(run=_export)
+    write.add_argument("--dtype", choices=DTYPES, help="of the weights; the checkpoint's by default")
+    write.add_argument("--vocab-size", type=int, help="cut padding rows off; known of an imported checkpoint")
+    write.add_argument("--max-shard-gb", type=float, default=5.0)
+    write.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="its tokenizer and special token ids go along")
+    write.add_argument("--vision-from", type=Path, metavar="FOLDER", help="a MiniMax-M3 release: its tower goes along")
+    write.set_defaults(run=_export)
 
-    bring = commands.add_parser("verify", help="compare the two on disk, and their logits")
-    bring.add_argument("--hf", type=Path, required=True, metavar="FOLDER")
-    bring.add_argument("--checkpoint", type=Path, required=True, metavar="CHECKPOINT")
-    bring.add_argument("--checksums", type=Path, metavar="FILE", help="write the CRC-32 of every tensor here, as JSON")
-    bring.add_argument("--no-logits", action="store_true", help="which need both models in memory, in fp32")
-    bring.add_argument("--lengths", type=int, nargs="+", default=[7, 64, 300], help="of the prompts, in tokens")
-    bring.add_argument("--tolerance", type=float, default=1e-4, help="of the logits")
-    bring.add_argument("--trust-remote-code", action="store_true", help="let transformers run code of the folder")
-    bring.set_defaults(run=_verify)
+    check = commands.add_parser("verify", help="compare the two on disk, and their logits")
+    check.add_argument("--hf", type=Path, required=True, metavar="FOLDER")
+    check.add_argument("--checkpoint", type=Path, required=True, metavar="CHECKPOINT")
+    check.add_argument("--checksums", type=Path, metavar="FILE", help="write the CRC-32 of every tensor here, as JSON")
+    check.add_argument("--no-logits", action="store_true", help="which need both models in memory, in fp32")
+    check.add_argument("--lengths", type=int, nargs="+", default=[7, 64, 300], help="of the prompts, in tokens")
+    check.add_argument("--tolerance", type=float, default=1e-4, help="of the logits")
+    check.add_argument("--trust-remote-code", action="store_true", help="let transformers run code of the folder")
+    check.set_defaults(run=_verify)
     return parser
 
 

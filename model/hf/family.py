@@ -70,14 +70,14 @@ class ExportOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """The tables are relative to a decoder layer on both sides, `outside` to the model on both."""
+    """Names of `index` are relative to a decoder layer, those of `moe`, `shared` and `experts` to its MoE block."""
 
     name: str
     model_types: tuple[str, ...]
     architectures: tuple[str, ...]
     """Named in config.json; the first is written."""
     moe_block: str = "mlp"
-    """What stands before the names of `moe`, `shared` and `experts`."""
+    """What they call that block."""
     index: tuple[Row, ...] = ()
     moe: tuple[Row, ...] = ()
     shared: tuple[Row, ...] = ()
@@ -94,7 +94,7 @@ class Family:
     read_config: Callable[[dict[str, Any]], Architecture]
     """Raises ConversionError for what the model here cannot be."""
     cannot_express: Callable[[ModelSpec], Iterator[str]]
-    """Every reason why a model cannot be written in this format, with the remedy."""
+    """Every reason why a model cannot be written in this format: the key, its value and what the format has."""
     write_config: Callable[[ModelSpec, ExportOptions], dict[str, Any]]
 
     def pieces(self, spec: ModelSpec, prefix: str = "") -> Iterator[Piece]:

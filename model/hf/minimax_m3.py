@@ -62,7 +62,7 @@ def _read(config: dict[str, Any]) -> Architecture:
         **reader.rope(),
     )
     attention = _read_attention(reader, layers, model.num_kv_heads)
-    dense = [layer for layer, flag in enumerate(_flags(reader, reader.config, "moe_layer_freq", layers)) if not flag]
+    dense = [layer for layer, flag in enumerate(_flags(reader.config, "moe_layer_freq", layers)) if not flag]
     width = reader.need("intermediate_size")
     if len(dense) < layers:
         reader.expect("n_shared_experts", 1)
@@ -88,11 +88,12 @@ def _read_attention(reader: ConfigReader, layers: int, kv_heads: int) -> Attenti
     if not sparse.get("use_sparse_attention", bool(sparse)):
         return AttentionConfig(kind=AttentionKind.dense, backend=AttentionBackend.reference)
     inner = ConfigReader(sparse)
+    inner.need("sparse_local_block")  # servers differ in its default
     inner.expect("sparse_local_block", 1)
     inner.expect("sparse_score_type", "max")
     inner.expect("sparse_num_index_heads", kv_heads)
-    full = [layer for layer, flag in enumerate(_flags(reader, sparse, "sparse_attention_freq", layers)) if not flag]
-    without_value = _flags(reader, sparse, "sparse_disable_index_value", layers)
+    full = [layer for layer, flag in enumerate(_flags(sparse, "sparse_attention_freq", layers)) if not flag]
+    without_value = _flags(sparse, "sparse_disable_index_value", layers)
     if with_value := [layer for layer, flag in enumerate(without_value) if not flag and layer not in full]:
         reader.refuse(f"sparse_disable_index_value is 0 in layers {with_value}; the model here has no index values.")
     attention = AttentionConfig(
@@ -108,7 +109,7 @@ def _read_attention(reader: ConfigReader, layers: int, kv_heads: int) -> Attenti
     return attention
 
 
-def _flags(reader: ConfigReader, config: dict[str, Any], key: str, layers: int) -> list[int]:
+def _flags(config: dict[str, Any], key: str, layers: int) -> list[int]:
     """A list of one flag for each layer. Raises ConversionError where it is missing or of another length."""
     flags = config.get(key)
     if flags is None or len(flags) != layers:

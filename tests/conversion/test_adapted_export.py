@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from msa_pretrain.model.config import Precision
+from msa_pretrain.model.config import AttentionKind, Precision
 from msa_pretrain.training.config import architecture_to_dict, to_yaml
 from msa_pretrain.training.conversion.exporting import ExportChoices, plan_export, run_export
 from msa_pretrain.training.conversion.importing import plan_import
@@ -69,3 +69,15 @@ def test_a_vision_tower_is_taken_from_a_release(saved, tmp_path):
     grafted = run_export(plan_export(checkpoint, replace(small, vision_from=release)), tmp_path / "grafted")
     written = load_file(grafted / "model.safetensors")
     assert all(torch.equal(written[name], value) for name, value in vision.items()) and written.keys() == tensors.keys()
+
+
+def test_the_m3_format_without_sparse_attention(saved, tokens, tmp_path):
+    architecture = plan_import(saved("minimax_m3")).architecture
+    dense = replace(architecture.attention, kind=AttentionKind.dense, full_layers=[])
+    checkpoint = random_checkpoint(replace(architecture, attention=dense), tmp_path / "checkpoint")
+    folder = run_export(
+        plan_export(checkpoint, ExportChoices(family="minimax_m3", max_positions=64)), tmp_path / "exported"
+    )
+    for found in compare_logits(folder, checkpoint, [tokens(61)]):
+        assert found.max_difference < 1e-4 and found.same_choice == 1
+    assert plan_import(folder).spec.msa_layers == []

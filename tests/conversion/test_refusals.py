@@ -30,8 +30,8 @@ TENSORS = {
     "left over": (put(LAYER + "self_attn.sinks", torch.ones(6)), r"model\.layers\.1\.self_attn\.sinks is left over"),
     "other shape": (
         put(LAYER + "mlp.up_proj.weight", torch.ones(41, 48)),
-        r"mlp\.gate_proj\.weight \(40, 48\), .*up_proj\.weight \(41, 48\): together \(81, 48\), which does not make our "
-        r"decoder\.layers\.1\.mlp\.linear_fc1\.weight \(80, 48\)",
+        r"mlp\.gate_proj\.weight \(40, 48\), .*up_proj\.weight \(41, 48\): together \(81, 48\), which does not make "
+        r"our decoder\.layers\.1\.mlp\.linear_fc1\.weight \(80, 48\)",
     ),
     "too few rows": (
         put("model.embed_tokens.weight", torch.ones(100, 48)),
@@ -126,6 +126,15 @@ def test_selections_that_msa_here_does_not_make(copy_of, change_config, key, val
     sparse = json.loads((folder / "config.json").read_text())["sparse_attention_config"]
     change_config(folder, sparse_attention_config={**sparse, key: value})
     with pytest.raises(ConversionError, match=rf"{key} is {value!r}; the model here can only be"):
+        plan_import(folder)
+
+
+def test_a_local_block_that_is_not_named(copy_of, change_config):
+    folder = copy_of("minimax_m3")
+    sparse = json.loads((folder / "config.json").read_text())["sparse_attention_config"]
+    del sparse["sparse_local_block"]
+    change_config(folder, sparse_attention_config=sparse)
+    with pytest.raises(ConversionError, match=r"no sparse_local_block\. Add it: no default is assumed"):
         plan_import(folder)
 
 

@@ -100,8 +100,9 @@ def hf_model(folder: Path, *, trust_remote_code: bool = False) -> Any:
     if kind == "minimax_m3_vl_text":
         _register_text_names()
     loader = getattr(transformers, classes.get(kind, "AutoModelForCausalLM"))
-    options: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
-    model, info = loader.from_pretrained(folder, dtype=torch.float32, output_loading_info=True, **options)
+    model, info = loader.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True, trust_remote_code=trust_remote_code
+    )
     # transformers fills what it does not find with random numbers
     if lacking := sorted(info["missing_keys"]) + sorted(info["mismatched_keys"]):
         raise ConversionError(f"transformers does not find {lacking[0]} and {len(lacking) - 1} more in {folder}.")

@@ -44,7 +44,9 @@ class Source:
 
         Raises ConversionError with every tensor that is missing, left over or of another shape.
         """
-        problems, used, made = [], set(), set()
+        problems: list[str] = []
+        used: set[str] = set()
+        made: set[str] = set()
         for piece in pieces:
             used.update(piece.theirs)
             used.update(map(scale_name, piece.theirs))

@@ -90,7 +90,7 @@ class TensorFolder:
         raw = torch.empty(entry.num_bytes, dtype=torch.uint8)
         with open(entry.file, "rb", buffering=0) as file:
             file.seek(entry.start)
-            view, done = memoryview(raw.numpy()), 0
+            view, done = raw.numpy().data, 0
             while done < entry.num_bytes:  # Linux reads 2 GiB at most in one call
                 count = file.readinto(view[done:])
                 if not count:
@@ -156,7 +156,7 @@ def write_tensor(stream: BinaryIO, tensor: Tensor) -> None:
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """A contiguous CPU tensor's memory, without a copy."""
-    return memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy())
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().data
 
 
 def partial_name(final: Path) -> Path:
