@@ -52,7 +52,7 @@ def _import(args: argparse.Namespace) -> None:
     _announce(args.to, plan.total_bytes, plan.peak_bytes)
     with _progress(plan.total_bytes) as advance:
         run_import(plan, args.to, advance)
-    attention = " attention=imported" if plan.spec.msa_layers else ""
+    attention = " attention=imported attention.indexer_init=random" if plan.spec.msa_layers else ""
     print(
         f"{args.to} is ready. Train from it, in an experiment of your choice, with\n"
         f"  python -m msa_pretrain.scripts.pretrain --config-dir {args.to}/configs experiment=msa_cpt_230b "
