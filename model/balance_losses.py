@@ -7,7 +7,13 @@ from torch.nn import functional as F
 
 
 def sequence_balance_loss(
-    logits: Tensor, routing_map: Tensor, documents: Tensor, topk: int, group: dist.ProcessGroup | None = None
+    logits: Tensor,
+    routing_map: Tensor,
+    documents: Tensor,
+    topk: int,
+    group: dist.ProcessGroup | None = None,
+    *,
+    sigmoid: bool = True,
 ) -> Tensor:
     """DeepSeek-V3's sequence-wise balance loss (arXiv 2412.19437, eq. 17-20) with a document as the sequence.
 
@@ -22,6 +28,7 @@ def sequence_balance_loss(
         documents: int [t], a number for the document of each token, the same on all ranks of `group`, from 0 and below
             their number of tokens; -1 for padding, which adds nothing.
         topk: experts of each token, k.
+        sigmoid: False: s = softmax(logits) over all experts.
         group: ranks that hold the other tokens of the same documents (sequence and context parallelism).
 
     Returns:
@@ -39,7 +46,7 @@ def sequence_balance_loss(
         dist.all_reduce(sums, group=group)
     load = (sums[:, :-1] * (experts / topk) / sums[:, -1:].clamp_min(1))[rows]
     # s / sum(s) without an epsilon: one would let the router lower the loss by pushing all scores under it
-    shares = F.logsigmoid(logits).softmax(dim=-1)
+    shares = (F.logsigmoid(logits) if sigmoid else logits).softmax(dim=-1)
     return ((load * shares).sum(dim=-1) * valid).sum()
 
 

@@ -11,6 +11,7 @@ from enum import Enum
 
 # Enum members are spelled as in YAML and on the command line; OmegaConf lists them when a value is wrong.
 Activation = Enum("Activation", ["swiglu", "swiglu_oai"])
+ScoreFunction = Enum("ScoreFunction", ["sigmoid", "softmax"])
 QKNorm = Enum("QKNorm", ["none", "per_head", "full_vector"])
 LayerBackend = Enum("LayerBackend", ["torch", "transformer_engine"])
 AttentionKind = Enum("AttentionKind", ["msa", "dense"])
@@ -20,6 +21,20 @@ Dispatcher = Enum("Dispatcher", ["allgather", "alltoall"])
 Recompute = Enum("Recompute", ["none", "selective", "full"])
 Precision = Enum("Precision", ["fp32", "bf16"])
 Phase = Enum("Phase", ["dense", "warmup", "sparse"])
+
+
+@dataclass(kw_only=True)
+class RopeScaling:
+    """Slower rotation of the channels whose wavelength is long against the length of the first training (Llama 3.1)."""
+
+    factor: float = 1.0
+    """Division of the lowest frequencies; 1 means no scaling."""
+    low_freq_factor: float = 1.0
+    """Wavelengths above original_length / this are scaled in full."""
+    high_freq_factor: float = 4.0
+    """Wavelengths below original_length / this stay; those in between are scaled in part."""
+    original_length: int = 8192
+    """Tokens of a sequence in the training before the scaling."""
 
 
 @dataclass(kw_only=True)
@@ -34,11 +49,14 @@ class ModelConfig:
     rotary_dim: int
     """Leading channels of each head that RoPE rotates (even, at most head_dim and index_dim)."""
     rope_theta: float
+    rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     vocab_size: int
     """Rows of the embedding and of the head; at least the tokenizer's size."""
     qk_norm: QKNorm
     """`per_head`: one weight [d] (MiniMax-M3, Qwen3); `full_vector`: RMS over all heads (MiniMax-M2)."""
     norm_eps: float
+    zero_centered_norms: bool = False
+    """Weights w of all norms act as 1 + w and start at 0 (MiniMax-M3)."""
     activation: Activation
     """Of every MLP: experts, shared expert and plain MLP. `swiglu`: silu(gate) * up. `swiglu_oai` (MiniMax-M3):
     g * sigmoid(1.702 g) * (u + 1) with g = min(gate, 7) and u = up clamped to -7..7."""
@@ -80,13 +98,16 @@ class AttentionConfig:
 
 @dataclass(kw_only=True)
 class MoEConfig:
-    """Mixture of experts with a sigmoid gate and a selection bias."""
+    """Mixture of experts with a gate of its own for each expert and a selection bias."""
 
     num_experts: int
     top_k: int
     expert_hidden_size: int
     shared_hidden_size: int = 0
     """Hidden size of the shared expert; 0 means none."""
+    score_function: ScoreFunction = ScoreFunction.sigmoid
+    """What makes scores of the router's logits; those of the chosen experts are renormalised to 1. `softmax`: over all
+    experts (Qwen3-MoE), without a bias."""
     routed_scaling: float = 1.0
     """Factor on the routed experts' sum (2.0 in MiniMax-M3)."""
     bias_update_rate: float = 1e-3

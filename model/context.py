@@ -92,5 +92,5 @@ class AttentionContext(PackedSeqParams):
     @classmethod
     def build(cls, spec: ModelSpec, segments: Segments, positions: Tensor, phase: Phase, **values) -> AttentionContext:
         """Args: positions, int64 [t], restart at each document. Other values are fields of this class."""
-        cos, sin = rotation(positions, spec.model.rotary_dim, spec.model.rope_theta)
+        cos, sin = rotation(positions, spec.model.rotary_dim, spec.model.rope_theta, spec.model.rope_scaling)
         return cls(segments=segments, cos=cos, sin=sin, phase=phase, **values)

@@ -17,11 +17,12 @@ from .mtp import MTPModel, mtp_spec
 from .router import SigmoidRouter
 
 
-def build_model(spec: ModelSpec, seq_length: int) -> list[GPTModel]:
-    """This rank's model chunks with their initial weights, on its device."""
+def build_model(spec: ModelSpec, seq_length: int, *, initialized: bool = True) -> list[GPTModel]:
+    """This rank's model chunks with their initial weights, on its device; without, their weights mean nothing."""
     chunks = _chunks(spec, transformer_config(spec), seq_length)
     for model in chunks:
-        initialize(model, spec)
+        if initialized:
+            initialize(model, spec)
         if torch.cuda.is_available():
             model.cuda()
     return chunks

@@ -50,7 +50,7 @@ def initialize(model: GPTModel, spec: ModelSpec) -> None:
     """
     for name, parameter, first_expert in global_parameters(model, spec):
         if name.endswith("norm.weight"):
-            parameter.fill_(1.0)
+            parameter.fill_(0.0 if spec.model.zero_centered_norms else 1.0)
             continue
         std = spec.model.init_std
         if name.endswith(RESIDUAL_PROJECTIONS):

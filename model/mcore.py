@@ -30,6 +30,7 @@ def transformer_config(spec: ModelSpec) -> TransformerConfig:
         mtp_num_layers=model.mtp_layers or None,
         layernorm_epsilon=model.norm_eps,
         normalization="RMSNorm",
+        layernorm_zero_centered_gamma=model.zero_centered_norms,
         gated_linear_unit=True,
         **_activation(model.activation),
         add_bias_linear=False,

@@ -33,19 +33,21 @@ def sharded_over_tensor_ranks(
 class RMSNorm(torch.nn.Module):
     """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in fp32, returned in x's dtype.
 
+    Zero-centred weights w act as 1 + w, added up in fp32: in bf16 a sum near 1 would lose most of w.
+
     The constructor is what Megatron's specs expect of a layer norm. Megatron's own torch norm refuses sequence
     parallelism; this one carries the mark by which Megatron sums its gradient over the tensor-parallel ranks.
     """
 
     def __init__(self, config: object, hidden_size: int, eps: float) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.zero_centered = eps, getattr(config, "layernorm_zero_centered_gamma", False)
         dtype = getattr(config, "params_dtype", torch.float32)
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=dtype))
+        self.weight = torch.nn.Parameter(torch.full((hidden_size,), float(not self.zero_centered), dtype=dtype))
         self.weight.sequence_parallel = getattr(config, "sequence_parallel", False)  # type: ignore[attr-defined]
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return F.rms_norm(hidden_states, hidden_states.shape[-1:], self.weight, self.eps)
+        return _rms_norm(hidden_states, self.weight, self.eps, self.zero_centered)
 
 
 class HeadNorm(torch.nn.Module):
@@ -57,11 +59,13 @@ class HeadNorm(torch.nn.Module):
     def __init__(self, config: object, head_dim: int, eps: float, tp_group: dist.ProcessGroup) -> None:
         super().__init__()
         self.eps, self.tp_group = eps, tp_group
-        self.weight = torch.nn.Parameter(torch.ones(head_dim, dtype=getattr(config, "params_dtype", torch.float32)))
+        self.zero_centered = getattr(config, "layernorm_zero_centered_gamma", False)
+        dtype = getattr(config, "params_dtype", torch.float32)
+        self.weight = torch.nn.Parameter(torch.full((head_dim,), float(not self.zero_centered), dtype=dtype))
 
     def forward(self, heads: Tensor) -> Tensor:
         weight = copy_to_tensor_model_parallel_region(self.weight, self.tp_group)
-        return F.rms_norm(heads, heads.shape[-1:], weight, self.eps)
+        return _rms_norm(heads, weight, self.eps, self.zero_centered)
 
 
 class FullVectorNorm(torch.nn.Module):
@@ -89,3 +93,9 @@ class FullVectorNorm(torch.nn.Module):
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         return sharded_over_tensor_ranks(self, {"weight": 0}, prefix, sharded_offsets, metadata)
+
+
+def _rms_norm(values: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
+    if not zero_centered:
+        return F.rms_norm(values, values.shape[-1:], weight, eps)
+    return F.rms_norm(values.float(), values.shape[-1:], 1 + weight.float(), eps).to(values.dtype)

@@ -1,6 +1,6 @@
-"""Sigmoid-gated top-k router with a selection bias, in place of Megatron's (whose counts are floats and become bf16).
+"""Top-k router with a selection bias, in place of Megatron's (whose counts are floats and become bf16).
 
-The bias steers selection only; the routing weights are the chosen experts' own sigmoid scores, renormalised. Counts are
+The bias steers selection only; the routing weights are the chosen experts' own scores, renormalised. Counts are
 int64, taken once for each training token (not in validation, not again under recompute, not for padding); the trainer
 sums them over ranks and calls `update_expert_bias` after a successful optimizer step only.
 """
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from .attach_loss import AttachLoss
 from .balance_losses import router_z_loss, sequence_balance_loss
-from .config import MoEConfig
+from .config import MoEConfig, ScoreFunction
 
 
 class SigmoidRouter(nn.Module):
@@ -42,6 +42,10 @@ class SigmoidRouter(nn.Module):
         """LM tokens / valid rows of the step (see `AttachLoss`): the factor, beside its coefficient, of each token's
         balance losses. The same for all micro-batches of a step, so it needs no place in theirs."""
 
+    @property
+    def _softmax(self) -> bool:
+        return self.moe.score_function is ScoreFunction.softmax
+
     def set_layer_number(self, layer_number: int) -> None:
         self.layer_number = layer_number
 
@@ -49,7 +53,7 @@ class SigmoidRouter(nn.Module):
         """`documents` int [s, b]: each token's document, from 0; -1 is padding: routed, but neither counted nor in a
         loss. None: one document without padding."""
         logits = F.linear(hidden_states.flatten(0, 1).float(), self.weight)
-        scores = logits.sigmoid()
+        scores = logits.softmax(dim=-1) if self._softmax else logits.sigmoid()
         chosen = self._in_turn(scores) if self.moe.force_balance else self._best(scores.detach() + self.expert_bias)
         routing_map = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, chosen, True)
         # renormalised for every k, as the released models do; Megatron leaves k = 1 as it is
@@ -86,7 +90,9 @@ class SigmoidRouter(nn.Module):
     def _with_losses(self, routing_probs: Tensor, logits: Tensor, routing_map: Tensor, document: Tensor) -> Tensor:
         """`routing_probs` with the balance losses attached, and their sums over tokens taken down for the metrics."""
         moe = self.moe
-        balance = sequence_balance_loss(logits, routing_map, document, moe.top_k, self.document_group)
+        balance = sequence_balance_loss(
+            logits, routing_map, document, moe.top_k, self.document_group, sigmoid=not self._softmax
+        )
         z_loss = router_z_loss(logits, document)
         self.loss_sums += torch.stack([balance.detach(), z_loss.detach()])
         weighted = moe.aux_loss_coef * balance + moe.z_loss_coef * z_loss

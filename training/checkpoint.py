@@ -132,6 +132,10 @@ def load_checkpoint(
     would go on with other samples. Raises CheckpointError then, and when the keys differ.
     """
     run = dist_checkpointing.load_common_state_dict(str(path))["run"]
+    if "step" not in run:
+        raise CheckpointError(
+            f"{path} was imported and holds weights alone: there is no run to resume. Use training.init_from."
+        )
     try:
         check_data(run["data"], run["consumed_samples"])
     except ValueError as err:
@@ -163,6 +167,11 @@ def model_state(chunks: list[DistributedDataParallel]) -> dict[str, Any]:
         f"model{order}": chunk.module.sharded_state_dict(prefix="model.", metadata=dict(MODEL_METADATA))
         for order, chunk in enumerate(chunks)
     }
+
+
+def is_extra(key: str) -> bool:
+    """State of Megatron's layers that is no weight; a checkpoint made of weights alone does not have it."""
+    return key.endswith("_extra_state")
 
 
 def compare_weights(

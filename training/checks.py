@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..data.order import LongDocuments, Packing
-from ..model.config import AttentionBackend, AttentionKind, IndexerInit, LayerBackend, Precision
+from ..model.config import (
+    AttentionBackend,
+    AttentionKind,
+    IndexerInit,
+    LayerBackend,
+    Precision,
+    QKNorm,
+    ScoreFunction,
+)
 from .check_tools import choices, divisors, value_of
 from .curriculum_checks import border_problems, curriculum_problems, stage_problems
 from .layout_checks import batch_problems, layout_problems
@@ -130,6 +138,15 @@ def _model(config: TrainConfig) -> Iterator[str]:
             "training.precision (fp32) is not what model.backend=transformer_engine computes: its products round fp32 "
             "to TF32. Use bf16, or model.backend=torch."
         )
+    scaling = model.rope_scaling
+    if scaling.factor < 1 or scaling.original_length < 1 or not 0 < scaling.low_freq_factor < scaling.high_freq_factor:
+        yield (
+            f"model.rope_scaling (factor {scaling.factor}, low_freq_factor {scaling.low_freq_factor}, high_freq_factor "
+            f"{scaling.high_freq_factor}, original_length {scaling.original_length}) needs a factor and a length of 1 "
+            "or more, and a low factor above 0 and below the high one."
+        )
+    if model.zero_centered_norms and model.qk_norm is QKNorm.full_vector:
+        yield "model.zero_centered_norms=true has no form for model.qk_norm=full_vector. Use per_head or none."
 
 
 def _attention(config: TrainConfig) -> Iterator[str]:
@@ -183,6 +200,12 @@ def _moe(config: TrainConfig) -> Iterator[str]:
     if moe.top_k > moe.num_experts:
         yield f"moe.top_k ({moe.top_k}) must be at most moe.num_experts ({moe.num_experts})."
     yield from _expert_groups(config)
+    if moe.score_function is ScoreFunction.softmax and moe.bias_update_rate:
+        yield (
+            f"moe.bias_update_rate ({moe.bias_update_rate}) is a step for sigmoid scores, far too large for "
+            "moe.score_function=softmax, whose scores are about 1 / num_experts. Set it to 0 and balance with "
+            "moe.aux_loss_coef."
+        )
     if moe.force_balance and moe.has_losses:
         yield (
             f"moe.aux_loss_coef ({moe.aux_loss_coef}) and moe.z_loss_coef ({moe.z_loss_coef}) have no meaning with "

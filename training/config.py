@@ -13,7 +13,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ..data.order import LongDocuments, Packing
 from ..model.config import (
+    AttentionBackend,
     AttentionConfig,
+    LayerBackend,
     ModelConfig,
     ModelSpec,
     MoEConfig,
@@ -26,6 +28,8 @@ from .curriculum import Stage, stages_of
 
 Schedule = Enum("Schedule", ["cosine", "wsd"])
 WandbMode = Enum("WandbMode", ["online", "offline", "off"])
+# The sections that make a model.
+ARCHITECTURE = {"model": ModelConfig, "attention": AttentionConfig, "moe": MoEConfig}
 
 
 @dataclass(kw_only=True)
@@ -307,6 +311,34 @@ def check_overrides(overrides: Iterable[str]) -> None:
 def to_yaml(plain: dict[str, Any]) -> str:
     """`to_dict`'s output as YAML text, in the order of the dataclasses."""
     return OmegaConf.to_yaml(OmegaConf.create(plain))
+
+
+def architecture_to_dict(source: Any) -> dict[str, Any]:
+    """The `model`, `attention` and `moe` sections of a config, or of what has these attributes, as plain values."""
+    return {
+        name: OmegaConf.to_container(OmegaConf.structured(getattr(source, name)), enum_to_str=True)
+        for name in ARCHITECTURE
+    }
+
+
+def saved_spec(config_yaml: str) -> ModelSpec:
+    """The model of the config in a checkpoint, on one process and on any machine: torch's layers, reference kernels.
+
+    Keys that are newer than the checkpoint have their defaults.
+    """
+    stored: Any = OmegaConf.create(config_yaml)
+    stored.model.backend, stored.attention.backend = LayerBackend.torch.name, AttentionBackend.reference.name
+    sections: dict[str, Any] = {
+        name: OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), stored[name]))
+        for name, schema in ARCHITECTURE.items()
+    }
+    return ModelSpec(
+        **sections,
+        parallel=ParallelConfig(),
+        precision=Precision[stored.training.precision],
+        recompute=Recompute.none,
+        seed=0,
+    )
 
 
 def to_dict(config: TrainConfig) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from megatron.core.distributed import DistributedDataParallel
 from ..model.attention import MSAAttention
 from ..model.config import IndexerInit, ModelSpec
 from ..model.indexer_init import init_from_attention
-from .checkpoint import CheckpointError, compare_weights, find_checkpoint, is_complete, model_state, plain
+from .checkpoint import CheckpointError, compare_weights, find_checkpoint, is_complete, is_extra, model_state, plain
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ def init_weights(path: Path, chunks: list[DistributedDataParallel], spec: ModelS
             "Use attention.indexer_init=random: it makes only what a checkpoint lacks."
         )
     wanted = {
-        name: {key: value for key, value in chunk.items() if not (absent and _is_index(key))}
+        name: {key: value for key, value in chunk.items() if not (absent and _is_index(key)) and not is_extra(key)}
         for name, chunk in state.items()
     }
     # what is left unused is the optimizer's
@@ -47,7 +47,7 @@ def init_weights(path: Path, chunks: list[DistributedDataParallel], spec: ModelS
     assert not missing, missing
     for order, chunk in enumerate(chunks):
         lacks, unknown = chunk.module.load_state_dict(plain(loaded[f"model{order}"]), strict=False)
-        assert not unknown and all(absent and _is_index(key) for key in lacks), (lacks, unknown)
+        assert not unknown and all(is_extra(key) or (absent and _is_index(key)) for key in lacks), (lacks, unknown)
     if absent and spec.attention.indexer_init is IndexerInit.from_attention:
         for chunk in chunks:
             for module in chunk.modules():

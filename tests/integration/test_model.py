@@ -1,5 +1,6 @@
 """The whole Megatron model against what it must equal."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -8,8 +9,9 @@ from torch.nn import functional as F
 
 from msa_pretrain.data.dataset import Sample
 from msa_pretrain.data.packing import collate
-from msa_pretrain.model.config import Phase
+from msa_pretrain.model.config import Phase, RopeScaling
 from msa_pretrain.model.experts import GroupedExperts
+from msa_pretrain.model.norm import RMSNorm
 from msa_pretrain.model.parameters import count_parameters
 from msa_pretrain.model.rope import apply_rotation, rotation
 from msa_pretrain.training.evaluation import evaluate
@@ -19,6 +21,9 @@ VARIANTS = {
     "tiny": [],
     "full-vector norms": ["model.qk_norm=full_vector"],
     "no norms": ["model.qk_norm=none", "attention.index_norm=false"],
+    "zero-centred norms": ["model.zero_centered_norms=true"],
+    "softmax router": ["moe.score_function=softmax", "moe.bias_update_rate=0", "moe.aux_loss_coef=0.01"],
+    "scaled rotation": ["model.rope_scaling.factor=8", "model.rope_scaling.original_length=16"],
     "tied": ["model.tie_embeddings=true"],
     "shared expert": ["moe.shared_hidden_size=10"],
     "no dense MLP": ["moe.dense_mlp_layers=[]", "moe.dense_hidden_size=0"],
@@ -254,6 +259,40 @@ def test_rotation_is_exact_at_a_million_tokens():
     cos, sin = rotation(torch.tensor([1_000_003]), 2, 10.0)
     exact = torch.tensor(1_000_003.0, dtype=torch.float64)
     assert abs(cos[0, 0, 0] - exact.cos()) < 1e-7 and abs(sin[0, 0, 0] - exact.sin()) < 1e-7
+
+
+def test_scaled_rotation_slows_long_wavelengths():
+    """Llama 3.1's rule at three pairs: a short wavelength stays, a long one is divided, one between goes part way."""
+    scaling = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_length=64)
+    theta = 1000.0
+    cos, _ = rotation(torch.tensor([1]), 6, theta, scaling)
+    wavelengths = [2 * math.pi * theta ** (pair / 3) for pair in range(3)]
+    assert wavelengths[0] < 64 / 4 < wavelengths[1] < 64 < wavelengths[2]
+    part = (64 / wavelengths[1] - 1) / (4 - 1)
+    frequencies = [1.0, theta ** (-1 / 3) * ((1 - part) / 8 + part), theta ** (-2 / 3) / 8]
+    assert cos[0, 0, :3].tolist() == pytest.approx([math.cos(frequency) for frequency in frequencies], rel=1e-6)
+    assert torch.equal(
+        rotation(torch.tensor([5]), 6, theta, RopeScaling())[0], rotation(torch.tensor([5]), 6, theta)[0]
+    )
+
+
+def test_zero_centred_norms_are_plain_ones_of_weights_one_more(rig, tiny_config, batch_of):
+    """From the start, and for weights that bf16 would round beside 1."""
+    plain, centred = rig(tiny_config()), rig(tiny_config("model.zero_centered_norms=true"))
+    assert loss_of(plain, [batch_of(0, 20)], Phase.sparse) == loss_of(centred, [batch_of(0, 20)], Phase.sparse)
+    norms = [name for name in plain.weights() if name.endswith("norm.weight")]
+    assert len(norms) == 2 * 6 + 1 and not any(centred.weights()[name].any() for name in norms)
+    with torch.no_grad():
+        for name in norms:
+            noise = 0.1 * torch.randn(plain.weights()[name].shape, generator=torch.Generator().manual_seed(len(name)))
+            dict(plain.model.named_parameters())[name].add_(noise)
+            dict(centred.model.named_parameters())[name].add_(noise)
+    one, other = (loss_of(it, [batch_of(0, 20)], Phase.sparse) for it in (plain, centred))
+    assert one == pytest.approx(other, rel=1e-6) and one != pytest.approx(3.69, abs=1e-4)
+    weight = torch.tensor([1e-3], dtype=torch.bfloat16)
+    norm = RMSNorm(type("Config", (), {"layernorm_zero_centered_gamma": True}), 1, 0.0)
+    norm.weight.data = weight
+    assert norm(torch.ones(1)).item() == pytest.approx(1 + weight.item(), rel=1e-6)
 
 
 def test_qk_norms_follow_their_formulas(rig, tiny_config):

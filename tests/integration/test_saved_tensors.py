@@ -122,6 +122,8 @@ MSA = {
     "one group": ["training.precision=bf16", "model.num_kv_heads=1"],
     "one group, full-vector norms": ["model.num_kv_heads=1", "model.qk_norm=full_vector"],
     "no norms": ["training.precision=bf16", "model.qk_norm=none", "attention.index_norm=false"],
+    "zero-centred norms": ["training.precision=bf16", "model.zero_centered_norms=true"],
+    "zero-centred norms in fp32": ["model.zero_centered_norms=true"],
     "no index rotation": ["attention.index_rope=false", "training.precision=bf16"],
     "shared expert": ["training.precision=bf16", "moe.shared_hidden_size=10"],
     "shared expert in fp32": ["moe.shared_hidden_size=10"],

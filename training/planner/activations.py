@@ -201,11 +201,12 @@ class Activations:
     def _norm(self, name: str, rows: int, width: int, *, input_kept: bool = False) -> Saved:
         """RMS norm over `width`; `input_kept` where another tensor holds the input's storage already."""
         saved = self.itemsize * rows * width if not input_kept else 0
+        zero_centered = self.spec.model.zero_centered_norms
+        if self.itemsize == 2 and (zero_centered or not self.fused_norms):
+            saved = 4 * rows * width  # the input in fp32, in place of the input
         if not self.fused_norms:
-            if self.itemsize == 2:
-                saved = 4 * rows * width  # the input in fp32, in place of the input
             saved += 4 * rows * width
-        return {f"{name} input": saved, f"{name} scale": 4 * rows}
+        return {f"{name} input": saved, f"{name} scale": 4 * rows, f"{name} weight": 4 * width * zero_centered}
 
     def _full_vector_norm(self, name: str, width: int, *, input_kept: bool) -> Saved:
         if self.spec.parallel.tensor == 1:

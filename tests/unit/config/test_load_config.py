@@ -106,6 +106,20 @@ BAD = {
     ),
     "odd rotary": (["model.rotary_dim=15"], "model.rotary_dim (15) must be even and at most model.head_dim (32)."),
     "rotary over index": (["attention.index_dim=8"], "attention.index_dim (8) must be at least model.rotary_dim (16)"),
+    "no length of the first training": (
+        ["model.rope_scaling.original_length=0"],
+        "model.rope_scaling (factor 1.0, low_freq_factor 1.0, high_freq_factor 4.0, original_length 0) needs a factor",
+    ),
+    "faster rotation": (["model.rope_scaling.factor=0.5"], "model.rope_scaling (factor 0.5, low_freq_factor 1.0,"),
+    "crossed frequencies": (["model.rope_scaling.low_freq_factor=4"], "low_freq_factor 4.0, high_freq_factor 4.0,"),
+    "zero-centred full-vector norms": (
+        ["model.zero_centered_norms=true", "model.qk_norm=full_vector"],
+        "model.zero_centered_norms=true has no form for model.qk_norm=full_vector. Use per_head or none.",
+    ),
+    "softmax with a bias": (
+        ["moe.score_function=softmax"],
+        "moe.bias_update_rate (0.001) is a step for sigmoid scores, far too large for moe.score_function=softmax",
+    ),
     "layer out of range": (
         ["attention.full_layers=[4]"],
         "attention.full_layers names layers [4], but layers run from 0",

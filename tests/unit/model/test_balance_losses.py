@@ -48,6 +48,14 @@ def test_balance_loss_is_the_length_when_loads_are_equal_and_e_over_k_times_it_w
     assert sequence_balance_loss(logits, one, documents, 1).item() == pytest.approx(36.0)
 
 
+def test_balance_loss_of_a_softmax_router_takes_its_scores():
+    logits = torch.randn(9, 5, generator=torch.Generator().manual_seed(2))
+    chosen = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, logits.topk(2).indices, True)
+    loss = sequence_balance_loss(logits, chosen, torch.zeros(9, dtype=torch.int64), 2, sigmoid=False)
+    load = 5 / (2 * 9) * chosen.sum(dim=0)
+    assert loss.item() == pytest.approx((load * logits.double().softmax(dim=-1)).sum().item(), rel=1e-6)
+
+
 def test_scores_that_underflow_do_not_lower_the_balance_loss():
     """Case 2.9: sigmoid(-95) is below what an epsilon of 1e-20 leaves; the loss is that of the same softmax."""
     logits = torch.randn(9, 5, generator=torch.Generator().manual_seed(0)) - 95

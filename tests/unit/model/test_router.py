@@ -1,9 +1,11 @@
 """The router by itself (field cases, area 2): selection, weights, groups, counts, forced balance."""
 
+import math
+
 import pytest
 import torch
 
-from msa_pretrain.model.config import MoEConfig
+from msa_pretrain.model.config import MoEConfig, ScoreFunction
 from msa_pretrain.model.router import SigmoidRouter
 
 
@@ -122,3 +124,12 @@ def test_forced_balance_takes_experts_in_turn_and_moves_no_bias():
     before = one.expert_bias.clone()
     one.update_expert_bias(torch.tensor([5, 0, 0, 0, 0, 0]))
     assert torch.equal(one.expert_bias, before)
+
+
+def test_softmax_scores_are_renormalised_over_the_chosen():
+    """Qwen3-MoE: softmax over all experts, the k largest, divided by their sum."""
+    one = router(score_function=ScoreFunction.softmax, bias_update_rate=0.0)
+    probs, chosen = one(torch.tensor([0.1, 2.0, -1.0, 1.0])[None, None])
+    assert chosen[0].tolist() == [False, True, False, True]
+    larger = 1 / (1 + math.exp(-1))
+    assert probs[0].tolist() == pytest.approx([0, larger, 0, 1 - larger], rel=1e-6)
