@@ -133,6 +133,8 @@ def _model(config: TrainConfig) -> Iterator[str]:
         )
     if model.rotary_dim % 2 or model.rotary_dim > model.head_dim:
         yield f"model.rotary_dim ({model.rotary_dim}) must be even and at most model.head_dim ({model.head_dim})."
+    if model.zero_centered_norms and model.backend is LayerBackend.transformer_engine:
+        yield "model.zero_centered_norms=true has no form in model.backend=transformer_engine. Use torch."
     if model.backend is LayerBackend.transformer_engine and config.training.precision is Precision.fp32:
         yield (
             "training.precision (fp32) is not what model.backend=transformer_engine computes: its products round fp32 "

@@ -298,6 +298,10 @@ BAD = {
         ["attention.backend=triton", "model.num_query_heads=34"],
         "model.num_query_heads / model.num_kv_heads (17) must be at most 16 with attention.backend=triton.",
     ),
+    "norms of a backend": (
+        ["model.backend=transformer_engine", "model.zero_centered_norms=true", "training.precision=bf16"],
+        "model.zero_centered_norms=true has no form in model.backend=transformer_engine. Use torch.",
+    ),
     "backend": (
         ["model.backend=transformer_engine"],
         "training.precision (fp32) is not what model.backend=transformer_engine",
@@ -428,7 +432,7 @@ def test_stages_of_growing_samples(config_of):
 
 def test_triton_limits_are_those_of_the_kernels():
     from msa_pretrain.kernels.block_selection import launch as selection
-    from msa_pretrain.kernels.block_sparse_attention import launch as attention
+    from msa_pretrain.kernels.block_sparse_attention import launch_support as attention
     from msa_pretrain.kernels.indexer_loss import dense_launch as dense_kl
 
     sizes = {
