@@ -1,38 +1,20 @@
 """Llama 3.x, Qwen3 and Qwen3-MoE: dense GQA attention; QK norm per head in the Qwens; a softmax router in the last."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..config import (
     Activation,
-    AttentionBackend,
-    AttentionConfig,
-    AttentionKind,
-    LayerBackend,
     ModelConfig,
     ModelSpec,
     MoEConfig,
     QKNorm,
     ScoreFunction,
 )
+from .common import dense_attention, read_model, write_common
 from .config_reader import ConfigReader, rope_parameters
 from .family import EXPERTS_PROJ, NO_ROUTER_BIAS, ROUTER, Architecture, ExportOptions, Family
 from .limits import limits
-
-
-def read_model(reader: ConfigReader, **values: Any) -> ModelConfig:
-    """What all families call by the same keys; `values` are fields of ModelConfig."""
-    return ModelConfig(
-        num_layers=reader.need("num_hidden_layers"),
-        hidden_size=reader.need("hidden_size"),
-        num_query_heads=reader.need("num_attention_heads"),
-        num_kv_heads=reader.get("num_key_value_heads", reader.need("num_attention_heads")),
-        vocab_size=reader.need("vocab_size"),
-        norm_eps=float(reader.need("rms_norm_eps")),
-        tie_embeddings=reader.get("tie_word_embeddings", False),
-        backend=LayerBackend.torch,
-        **values,
-    )
 
 
 def _read_dense(config: dict[str, Any], qk_norm: QKNorm) -> Architecture:
@@ -67,10 +49,6 @@ def _read_plain(reader: ConfigReader, qk_norm: QKNorm) -> ModelConfig:
     )
 
 
-def dense_attention() -> AttentionConfig:
-    return AttentionConfig(kind=AttentionKind.dense, backend=AttentionBackend.reference)
-
-
 def _read_llama(config: dict[str, Any]) -> Architecture:
     return _read_dense(config, QKNorm.none)
 
@@ -99,25 +77,6 @@ def _read_qwen3_moe(config: dict[str, Any]) -> Architecture:
         dense_hidden_size=reader.need("intermediate_size") if dense else 0,
     )
     return Architecture(model, dense_attention(), moe)
-
-
-def write_common(spec: ModelSpec, options: ExportOptions) -> dict[str, Any]:
-    """Keys that all families share."""
-    model = spec.model
-    return {
-        "hidden_size": model.hidden_size,
-        "num_hidden_layers": model.num_layers,
-        "num_attention_heads": model.num_query_heads,
-        "num_key_value_heads": model.num_kv_heads,
-        "head_dim": model.head_dim,
-        "vocab_size": options.vocab_size,
-        "rms_norm_eps": model.norm_eps,
-        "max_position_embeddings": options.max_positions,
-        "tie_word_embeddings": model.tie_embeddings,
-        "attention_dropout": 0.0,
-        "dtype": options.dtype,
-        **{key: options.token_ids.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")},
-    }
 
 
 def _write_dense(spec: ModelSpec, options: ExportOptions) -> dict[str, Any]:
@@ -159,7 +118,7 @@ def _write_qwen3_moe(spec: ModelSpec, options: ExportOptions) -> dict[str, Any]:
     }
 
 
-def _cannot(qk_norm: QKNorm, *, has_moe: bool):
+def _cannot(qk_norm: QKNorm, *, has_moe: bool) -> Callable[[ModelSpec], Iterator[str]]:
     def problems(spec: ModelSpec) -> Iterator[str]:
         yield from limits(
             spec,

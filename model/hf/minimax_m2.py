@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..config import Activation, ModelSpec, MoEConfig, QKNorm, ScoreFunction
+from .common import dense_attention, read_model, write_common
 from .config_reader import ConfigReader, rope_parameters
 from .family import EXPERTS_W123, ROUTER, ROUTER_BIAS, Architecture, ExportOptions, Family
 from .limits import limits
-from .llama import dense_attention, read_model, write_common
 
 
 def _read(config: dict[str, Any]) -> Architecture:

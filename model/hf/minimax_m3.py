@@ -13,11 +13,11 @@ from ..config import (
     QKNorm,
     ScoreFunction,
 )
+from .common import read_model, write_common
 from .config_reader import ConfigReader, ConversionError
 from .family import EXPERTS_W123, ROUTER, ROUTER_BIAS, SHARED_EXPERT, Architecture, ExportOptions, Family, Row
 from .forms import NORM
 from .limits import limits
-from .llama import read_model, write_common
 from .minimax_m2 import rotary_dim
 
 INDEX_BRANCH = (
