@@ -67,6 +67,13 @@ def _list_blocks_kernel(
     tl.store(count_ptr + 2 * program + 1, num_used)
 
 
+@triton.jit
+def load_entry(tile_list, number, exists):
+    """Block and bits of one entry of a tile's list."""
+    block = tl.load(tile_list + 2 * number, mask=exists, other=0)
+    return block, tl.load(tile_list + 2 * number + 1, mask=exists, other=0)
+
+
 @triton.jit(do_not_specialize=["list_size"])
 def _query_tile_fwd_kernel(
     query_ptr,
@@ -114,30 +121,43 @@ def _query_tile_fwd_kernel(
     value_tile = value_ptr + group * stride_vg + offs_k.to(tl.int64)[:, None] * stride_vt + offs_d[None, :]
     tile_list = list_ptr + program.to(tl.int64) * list_size * 2
     PIECES: tl.constexpr = BLOCK_SIZE // COLUMNS
-    masked_from = tl.load(count_ptr + 2 * program) * PIECES
+    num_past = tl.load(count_ptr + 2 * program) * PIECES
+    num_used = tl.load(count_ptr + 2 * program + 1) * PIECES
     last_position = first_position + num_queries - 1
     largest = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((ROWS,), dtype=tl.float32)
     output = tl.zeros((ROWS, HEAD_DIM), dtype=tl.float32)
-    for i in tl.range(0, tl.load(count_ptr + 2 * program + 1) * PIECES, num_stages=STAGES):
-        entry = tile_list + 2 * (i // PIECES)
-        start = tl.load(entry) * BLOCK_SIZE + (i % PIECES) * COLUMNS
-        is_kept = ((tl.load(entry + 1) >> number) & 1) != 0
-        is_key = (start + offs_k <= last_position)[:, None]
-        key = tl.load(key_tile + (first_key + start) * stride_kt, mask=is_key, other=0.0)
-        value = tl.load(value_tile + (first_key + start) * stride_vt, mask=is_key, other=0.0)
-        # [ROWS, COLUMNS]
-        scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
-        if i >= masked_from:
-            scores = tl.where((start + offs_k)[None, :] <= position[:, None], scores, float("-inf"))
-        # A row that did not keep the block subtracts inf and so gets P = 0; the first piece of a block shows at least
-        # one key to each row that kept it, so `largest` is finite from then on.
-        higher = tl.where(is_kept, tl.maximum(largest, tl.max(scores, 1) * scale_log2), largest)
-        probs = tl.exp2(scores * scale_log2 - tl.where(is_kept, higher, float("inf"))[:, None])
-        decay = tl.where(is_kept, tl.exp2(largest - higher), 1.0)
-        total = total * decay + tl.sum(probs, 1)
-        output = tl.dot(probs.to(value.dtype), value, output * decay[:, None], input_precision=PRECISION)
-        largest = higher
+    # Blocks before all queries of the tile, then those that need the causal mask.
+    for part in tl.static_range(2):
+        first = 0 if part == 0 else num_past
+        last = num_past if part == 0 else num_used
+        # An entry is read one step ahead, as the keys wait for it.
+        next_block, next_bits = load_entry(tile_list, first // PIECES, first < last)
+        for i in tl.range(first, last, num_stages=STAGES):
+            start = next_block * BLOCK_SIZE + (i % PIECES) * COLUMNS
+            is_kept = ((next_bits >> number) & 1) != 0
+            next_block, next_bits = load_entry(tile_list, (i + 1) // PIECES, i + 1 < last)
+            key_address = key_tile + (first_key + start) * stride_kt
+            value_address = value_tile + (first_key + start) * stride_vt
+            if part == 0:
+                key = tl.load(key_address)
+                value = tl.load(value_address)
+            else:
+                is_key = (start + offs_k <= last_position)[:, None]
+                key = tl.load(key_address, mask=is_key, other=0.0)
+                value = tl.load(value_address, mask=is_key, other=0.0)
+            # [ROWS, COLUMNS]
+            scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+            if part == 1:
+                scores = tl.where((start + offs_k)[None, :] <= position[:, None], scores, float("-inf"))
+            # A row that did not keep the block subtracts inf and so gets P = 0. The first piece of a block shows at
+            # least one key to each row that kept it, so `largest` is finite from then on.
+            higher = tl.where(is_kept, tl.maximum(largest, tl.max(scores, 1) * scale_log2), largest)
+            probs = tl.exp2(scores * scale_log2 - tl.where(is_kept, higher, float("inf"))[:, None])
+            decay = tl.where(is_kept, tl.exp2(largest - higher), 1.0)
+            total = total * decay + tl.sum(probs, 1)
+            output = tl.dot(probs.to(value.dtype), value, output * decay[:, None], input_precision=PRECISION)
+            largest = higher
     is_empty = total == 0.0
     total = tl.where(is_empty, 1.0, total)
     output = output / total[:, None]
