@@ -233,9 +233,12 @@ def test_a_batch_of_one_short_document_is_dense_attention():
     segments = Segments.from_cu_seqlens([0, 30])
     x = inputs(segments, n=6, g=2, d=16, dtype=torch.float32)
     ids = random_ids(segments, 2, 16, 2)
-    sparse = triton_op(ids, segments, 16, dense_up_to=32)(x.query, x.key, x.value)
-    for actual, expected in zip(sparse, dense_attention(x.query, x.key, x.value, segments), strict=True):
-        assert actual.is_contiguous() and torch.equal(actual, expected)
+    sparse = run(triton_op(ids, segments, 16, dense_up_to=32), x)
+    for name, expected in run(lambda *qkv: dense_attention(*qkv, segments), x).items():
+        assert sparse[name].is_contiguous()
+        # autograd sums the gradients of the reference in another order
+        tolerance = 3e-6 if name.startswith("d_") else 0.0
+        torch.testing.assert_close(sparse[name], expected, rtol=0, atol=tolerance)
 
 
 def test_dense_route_longer_than_the_kept_blocks_is_refused():
