@@ -116,9 +116,8 @@ def _query_tile_fwd_kernel(
     offs_k = tl.arange(0, COLUMNS)
     # [ROWS, HEAD_DIM]
     query = tl.load(query_ptr + (query_row * stride_qt + query_head * stride_qn)[:, None] + offs_d[None, :])
-    # [COLUMNS, HEAD_DIM]
-    key_tile = key_ptr + group * stride_kg + offs_k.to(tl.int64)[:, None] * stride_kt + offs_d[None, :]
-    value_tile = value_ptr + group * stride_vg + offs_k.to(tl.int64)[:, None] * stride_vt + offs_d[None, :]
+    key_start = key_ptr + group * stride_kg + offs_d[None, :]
+    value_start = value_ptr + group * stride_vg + offs_d[None, :]
     tile_list = list_ptr + program.to(tl.int64) * list_size * 2
     PIECES: tl.constexpr = BLOCK_SIZE // COLUMNS
     num_past = tl.load(count_ptr + 2 * program) * PIECES
@@ -137,8 +136,10 @@ def _query_tile_fwd_kernel(
             start = next_block * BLOCK_SIZE + (i % PIECES) * COLUMNS
             is_kept = ((next_bits >> number) & 1) != 0
             next_block, next_bits = load_entry(tile_list, (i + 1) // PIECES, i + 1 < last)
-            key_address = key_tile + (first_key + start) * stride_kt
-            value_address = value_tile + (first_key + start) * stride_vt
+            key_row = (first_key + start + offs_k)[:, None]
+            # [COLUMNS, HEAD_DIM]
+            key_address = key_start + key_row * stride_kt
+            value_address = value_start + key_row * stride_vt
             if part == 0:
                 key = tl.load(key_address)
                 value = tl.load(value_address)
