@@ -4,7 +4,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ..dense_causal_attention.library import backward_runs, check_head_dim, dense_tables, forward_runs
+from ..dense_causal_attention.library import backward_runs, check_head_dim, dense_tables, forward_alone, forward_runs
 from ..segments import Segments
 from ..triton_support import check_triton, dot_precision, next_power_of_two, unit_stride
 from ..tuning import longest_query_tile_document
@@ -47,6 +47,8 @@ def _sparse_attention(
     Forward takes the sparse documents of at most `query_tile_up_to` keys by query tiles (`tile_table`) and the others
     keys outer (`keys_query_table` and `keys_block_table`). Backward takes all of them keys outer.
     """
+    if all_rows_valid and not block_table.shape[0] and dense_table.shape[0] == 1:
+        return forward_alone(query, key, value, dense_table, dense_borders, softmax_scale)
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
     if keys_block_table.shape[0]:

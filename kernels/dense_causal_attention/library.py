@@ -121,23 +121,39 @@ def forward_runs(
     """Write the rows of all runs to `output` [t_q, n, d] and `lse` fp32 [t_q, n]; see `dense_tables` for the runs."""
     query, key, value = unit_stride(query), unit_stride(key), unit_stride(value)
     for run in _runs(table):
-        q, k, v = query[run.queries], key[run.keys], value[run.keys]
-        if not has_library(query):
-            rows = _fragments(run, borders)
-            out, run_lse = dense_attention_reference(q, k, v, rows, softmax_scale=scale)
-            run_lse = run_lse.T
-        elif run.cudnn:
-            result = _aten._scaled_dot_product_cudnn_attention(
-                _heads_first(q), _heads_first(k), _heads_first(v), None, True, 0.0, True, False, scale=scale
-            )
-            out, run_lse = result[0][0].transpose(0, 1), result[1].reshape(query.shape[1], run.q_len)
-        else:
-            cu_q, cu_k = _borders(run, borders)
-            out, run_lse, *_ = _aten._flash_attention_forward(
-                q, k, v, cu_q, cu_k, run.max_q, run.max_k, 0.0, True, False, scale=scale
-            )
+        out, run_lse = _forward_run(run, query, key, value, borders, scale)
         output[run.queries] = out
         lse[run.queries] = run_lse.T
+
+
+def forward_alone(
+    query: Tensor, key: Tensor, value: Tensor, table: Tensor, borders: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """What `forward_runs` writes where all rows are those of one run: the library's own output, without a copy."""
+    (run,) = _runs(table)
+    out, run_lse = _forward_run(run, unit_stride(query), unit_stride(key), unit_stride(value), borders, scale)
+    return out.contiguous(), run_lse.T.contiguous()
+
+
+def _forward_run(
+    run: Run, query: Tensor, key: Tensor, value: Tensor, borders: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Output [rows, n, d] and lse fp32 [n, rows] of the run's queries."""
+    q, k, v = query[run.queries], key[run.keys], value[run.keys]
+    if not has_library(query):
+        rows = _fragments(run, borders)
+        out, lse = dense_attention_reference(q, k, v, rows, softmax_scale=scale)
+        return out, lse.T
+    if run.cudnn:
+        result = _aten._scaled_dot_product_cudnn_attention(
+            _heads_first(q), _heads_first(k), _heads_first(v), None, True, 0.0, True, False, scale=scale
+        )
+        return result[0][0].transpose(0, 1), result[1].reshape(query.shape[1], run.q_len)
+    cu_q, cu_k = _borders(run, borders)
+    out, lse, *_ = _aten._flash_attention_forward(
+        q, k, v, cu_q, cu_k, run.max_q, run.max_k, 0.0, True, False, scale=scale
+    )
+    return out, lse
 
 
 def backward_runs(

@@ -59,6 +59,16 @@ def op(ids, segments, block_size, backend):
     return lambda *qkv: sparse_attention(*qkv, ids, segments, block_size=block_size, backend=backend)
 
 
+ROUTES = {"keys outer": 0, "query tiles": 2**20}
+
+
+def triton_op(ids, segments, block_size, route, **sizes):
+    return lambda *qkv: sparse_attention_triton(
+        *qkv, ids, segments, block_size=block_size, softmax_scale=qkv[0].shape[2] ** -0.5,
+        query_tile_up_to=ROUTES[route], **sizes,
+    )  # fmt: skip
+
+
 def eager(ids, segments, block_size):
     """Plain PyTorch in the dtype of the inputs, for one whole document."""
     position = torch.arange(segments.num_queries, device=DEVICE)
@@ -88,15 +98,16 @@ def relative(actual, expected):
 NAMES = ("output", "lse", "d_query", "d_key", "d_value")
 
 
+@pytest.mark.parametrize("route", list(ROUTES))
 @pytest.mark.parametrize("kind", ["random", "offset", "blocks"])
 @pytest.mark.parametrize("n, g", HEAD_SHAPES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_error_is_at_most_twice_that_of_pytorch(n, g, kind, dtype):
+def test_error_is_at_most_twice_that_of_pytorch(n, g, kind, dtype, route):
     """4,096 tokens, k=8 of 32 blocks, both norms; prints the share of the error of the fp32-inside reference too."""
     segments = Segments.from_cu_seqlens([0, 4096])
     ids = random_ids(segments, g, 128, 8)
     qkv, grad = attention_inputs(4096, 4096, n, g, kind=kind, dtype=dtype)
-    actual = run(op(ids, segments, 128, "triton"), qkv, grad)
+    actual = run(triton_op(ids, segments, 128, route), qkv, grad)
     same = run(eager(ids, segments, 128), qkv, grad)
     inside = run(op(ids, segments, 128, "reference"), qkv, grad)
     truth = run(op(ids, segments, 128, "reference"), [x.detach().double().requires_grad_() for x in qkv], grad.double())
@@ -111,7 +122,7 @@ def test_error_is_at_most_twice_that_of_pytorch(n, g, kind, dtype):
                 f"{name}/{norm}: {errors[0] / errors[1]:.2f} of eager, {errors[0] / errors[2]:.2f} of fp32-inside"
             )
             assert errors[0] <= 2 * errors[1], line[-1]
-    print(f"\n{n}/{g} {kind} {dtype}: " + "; ".join(line))
+    print(f"\n{n}/{g} {kind} {dtype} {route}: " + "; ".join(line))
 
 
 # Against the reference with fp32 inside. Measured, at most: bf16 3e-3, fp16 5e-4, fp32 1e-6.
@@ -180,26 +191,22 @@ def test_query_chunks_change_no_output_bit():
     ids = random_ids(segments, 4, 128, 8)
     qkv, grad = attention_inputs(3000, 3000, 24, 4)
 
-    def chunked(size):
-        return lambda *qkv: sparse_attention_triton(
-            *qkv, ids, segments, block_size=128, softmax_scale=128**-0.5, query_chunk=size
-        )
-
-    one, many = run(chunked(16384), qkv, grad), run(chunked(700), qkv, grad)
+    one, many = (run(triton_op(ids, segments, 128, "keys outer", query_chunk=size), qkv, grad) for size in (16384, 700))
     for a, b in zip(one[:3], many[:3], strict=True):
         assert torch.equal(a, b)
     for a, b in zip(one[3:], many[3:], strict=True):
         assert relative(a, b) < 3e-3
 
 
-def test_rows_past_two_to_the_31_elements():
+@pytest.mark.parametrize("route", list(ROUTES))
+def test_rows_past_two_to_the_31_elements(route):
     """Views into buffers of more than 2^31 elements equal the same rows copied out, forward and backward."""
     n, g, length = 16, 1, 700
     wide = 2**31 // length + 4096  # row stride: the last rows start past 2^31
     segments = Segments.from_cu_seqlens([0, length])
     ids = random_ids(segments, g, 128, 4)
     (query, key, value), grad = attention_inputs(length, length, n, g)
-    expected = run(op(ids, segments, 128, "triton"), (query, key, value), grad)
+    expected = run(triton_op(ids, segments, 128, route), (query, key, value), grad)
     buffer = torch.empty(length, wide, dtype=torch.bfloat16, device=DEVICE)
     views = []
     for number, tensor in enumerate((query, key, value, grad)):
@@ -207,7 +214,7 @@ def test_rows_past_two_to_the_31_elements():
         views.append(buffer[:, number * 4096 : number * 4096 + size].view(tensor.shape))
         views[-1].copy_(tensor.detach())
     qkv = [view.detach().requires_grad_() for view in views[:3]]
-    for a, e in zip(run(op(ids, segments, 128, "triton"), qkv, views[3]), expected, strict=True):
+    for a, e in zip(run(triton_op(ids, segments, 128, route), qkv, views[3]), expected, strict=True):
         assert torch.equal(a, e)
 
 

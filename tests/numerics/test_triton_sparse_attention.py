@@ -201,7 +201,7 @@ def test_a_route_changes_no_result(layout):
         mixed = routed(*limits)
         for name, expected in sparse.items():
             torch.testing.assert_close(
-                mixed[name], expected, rtol=0, atol=3e-6, msg=lambda m, at=(limits, name): f"{at}: {m}"
+                mixed[name], expected, rtol=0, atol=5e-6, msg=lambda m, at=(limits, name): f"{at}: {m}"
             )
         if layout == "documents":
             # Nested ranges share tiles, and in the interpreter a product depends on a row's place in its tile.
@@ -227,6 +227,18 @@ def test_documents_of_a_route_that_is_not_taken_cost_nothing(monkeypatch):
         taken.clear()
         triton_op(ids, segments, 16, query_tile_up_to=limit)(x.query, x.key, x.value)
         assert taken == names, limit
+
+
+def test_a_batch_of_one_short_document_is_dense_attention():
+    segments = Segments.from_cu_seqlens([0, 30])
+    x = inputs(segments, n=6, g=2, d=16, dtype=torch.float32)
+    ids = random_ids(segments, 2, 16, 2)
+    sparse = run(triton_op(ids, segments, 16, dense_up_to=32), x)
+    for name, expected in run(lambda *qkv: dense_attention(*qkv, segments), x).items():
+        assert sparse[name].is_contiguous()
+        # autograd sums the gradients of the reference in another order
+        tolerance = 3e-6 if name.startswith("d_") else 0.0
+        torch.testing.assert_close(sparse[name], expected, rtol=0, atol=tolerance)
 
 
 def test_dense_route_longer_than_the_kept_blocks_is_refused():
