@@ -145,7 +145,6 @@ def speed(config: Any, device: torch.device) -> list[dict[str, Any]]:
             row |= {"forward_tflops": flops / once / 1e9, "forward_backward_tflops": 3 * flops / twice / 1e9}
             row |= {f"{what}_share": row[f"{what}_tflops"] / rate for what in ("forward", "forward_backward")}
             table.append(row)
-            print(json.dumps(row), flush=True)
     return table
 
 
@@ -252,6 +251,7 @@ def main(argv: list[str] | None = None) -> None:
         with model_parallel(base.parallel, 0):
             for what, measure in (("errors", errors), ("speed", speed), ("layers", layers)):
                 result[what] = measure(transformer_config(base.spec), device)
+                print(what, json.dumps(result[what]), flush=True)
         result["training"] = [train(backend, folder / "corpus", args.device) for backend in backends(device)]
     result["difference"] = difference(result["training"])
     (args.output / "layer_backends.json").write_text(json.dumps(result, indent=1) + "\n")

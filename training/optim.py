@@ -199,7 +199,9 @@ def clip_and_step(optimizer: ChainedOptimizer, limits: dict[str, float]) -> Opti
         return OptimizerStep(applied=False, norms=norms)
     for name, norm in norms.items():
         for part in optimizer.chained_optimizers:
-            clip_grad_by_total_norm_fp32(_members(part, name), limits[name], norm)
+            # Megatron hands even an empty list to Transformer Engine, where that is installed; 2.11 crashes on it
+            if members := [parameter for parameter in _members(part, name) if parameter.grad is not None]:
+                clip_grad_by_total_norm_fp32(members, limits[name], norm)
     return OptimizerStep(applied=bool(optimizer.step_with_ready_grads()), norms=norms)
 
 

@@ -71,6 +71,7 @@ def test_model_and_checkpoints(tmp_path):
     seen = json.loads((tmp_path / "rank0.json").read_text())
     for what in ("parameters", "checkpoint", "groups"):
         assert seen[f"transformer_engine {what}"] == seen[f"torch {what}"], what
+    assert {"TERMSNorm", "TEColumnLinear", "TERowLinear"} <= set(seen["types"])
     numbers = {key: value for key, value in seen.items() if isinstance(value, float) or key.startswith("losses")}
     print(json.dumps(numbers))
     if "RESULTS" in os.environ:

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from megatron.core.optimizer import clip_grads
 
 from msa_pretrain.model.config import Phase
 from msa_pretrain.training.optim import LearningRates, TorchAdamDistributedOptimizer, clip_and_step, clip_group
@@ -96,3 +97,23 @@ def test_state_can_be_read_before_the_first_step_and_loads_into_a_fresh_optimize
         state["step"].item() for part in two.optimizer.chained_optimizers for state in part.optimizer.state.values()
     ]
     assert len(steps) > 10 and set(steps) == {5.0}  # a shared tensor would have counted every parameter
+
+
+def test_a_part_without_gradients_of_a_group_is_not_clipped(rig, tiny_config, batch_of, monkeypatch):
+    """Transformer Engine's multi_tensor_scale, which Megatron takes where it is installed, ends the process on []."""
+    sizes = []
+
+    def apply(op, overflow, lists, *arguments):
+        assert all(lists), "a segmentation fault in Transformer Engine 2.11"
+        sizes.append(len(lists[0]))
+        return original(op, overflow, lists, *arguments)
+
+    original = clip_grads.multi_tensor_applier
+    one = rig(tiny_config())
+    one.backward(batch_of(0, 20), phase=Phase.sparse)
+    monkeypatch.setattr(clip_grads, "multi_tensor_applier", apply)
+    limits = {"backbone": 1e-3, "indexer": 1e-3}
+    outcome = clip_and_step(one.optimizer, limits)
+    assert outcome.applied and all(norm > 1e-3 for norm in outcome.norms.values())
+    # norms and clips of the dense backbone, the experts and the index branch
+    assert len(sizes) == 6

@@ -58,7 +58,7 @@ def main() -> None:
             return save_checkpoint(folder / name, self.chunks, self.optimizer, state, keep_last=1, **texts)
 
     def differences(left: dict, right: dict) -> float:
-        return max(float((value - right[name]).abs().max()) for name, value in left.items())
+        return float(torch.stack([(value - right[name]).abs().max() for name, value in left.items()]).max())
 
     with distributed(), initialize_config_module("msa_pretrain.configs", version_base="1.3"):
         config = load_config(compose("pretrain", [*TINY, *sys.argv[2:]]), world_size=dist.get_world_size())
