@@ -16,11 +16,11 @@ pretrain: $(VENV)/.runtime
 test: $(VENV)/.dev
 	$(BIN)/pytest -n 2 --dist loadfile -m "not slow and not layouts"
 
-# Many jobs of one and two processes: layouts, restarts, resharding (about nine minutes).
+# Many jobs of one and two processes: each feature of a layout, restarts, resharding (about ten minutes).
 test-layouts: $(VENV)/.dev
 	$(BIN)/pytest -m "layouts and not parity"
 
-# The same with combinations of layouts and four processes.
+# The same with every pair of features, and four processes (about twenty minutes).
 parity: $(VENV)/.dev
 	$(BIN)/pytest -m layouts
 
