@@ -12,6 +12,7 @@ from ..model.megatron_compat import warn_untested_versions
 from ..model.parallel import distributed, model_parallel
 from .config import ConfigError, TrainConfig
 from .console import format_summary
+from .datasets import describe_uses
 from .machine import machine_problems
 from .report import write_report
 from .run_folder import RunFolder
@@ -22,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def train(config: TrainConfig, overrides: list[str]) -> None:
-    """Run `config` on this rank; rank 0 prints the summary and the path of the report at the end.
+    """Run `config` on this rank; rank 0 prints what it takes of each source, and at the end summary and report's path.
 
     Exits with status 1 on every rank, and rank 0 with a message, when the data end before the token budget.
     """
@@ -39,8 +40,11 @@ def train(config: TrainConfig, overrides: list[str]) -> None:
         folder.prepare(config, overrides)
         with folder.capture_logs():
             warn_untested_versions()
+            trainer = Trainer(config, folder)
+            if dist.get_rank() == 0:
+                print("\n".join(describe_uses(trainer.data.train)), flush=True)
             try:
-                Trainer(config, folder).run()
+                trainer.run()
             except DataExhaustedError as err:  # a run that ends early has failed
                 if dist.get_rank() == 0:
                     print(err, file=sys.stderr, flush=True)

@@ -105,6 +105,7 @@ def test_the_metrics_of_a_run(finished):
 def test_what_a_user_sees(finished):
     _, done = finished
     lines = done.stdout.splitlines()
+    assert lines[0].startswith("data runs/data/builtin/train: 100.00% of the tokens, 80 samples, 5120 tokens, 0.0")
     progress = [line for line in lines if line.startswith("step ")]
     assert len(progress) == 20
     assert re.match(r"step  1/20  warmup +256 tokens  lm loss 5\.\d+  KL 0\.\d+ .*tokens/s  \d+s left", progress[0]), (

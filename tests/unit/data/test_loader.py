@@ -83,30 +83,33 @@ def interrupted_runs(draw):
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(interrupted_runs(), st.booleans(), st.sampled_from(list(Packing)))
-def test_any_stops_and_layouts_give_the_same_global_order(blended, parts, ramp, packing):
+@given(interrupted_runs(), st.booleans(), st.booleans(), st.sampled_from(list(Packing)))
+def test_any_stops_and_layouts_give_the_same_global_order(blended, parts, ramp, growing, packing):
     """Acceptance: stop at random points, resume on 1, 2 or 4 ranks with another micro-batch, again and again."""
+    lengths = [(0, 8), (40, 16), (64, 40)] if growing else 8
 
     def size_at(consumed):
         return 8 if not ramp or consumed >= 24 else 8 + 8 * (consumed // 16)
 
     seen, consumed = [], 0
     for steps, (dp_size, micro_batch_size) in parts:
-        data = blended(packing)  # opened anew, as a resumed job does
-        ranks = [
-            stream(
-                data, consumed, dp_rank=r, dp_size=dp_size, micro_batch_size=micro_batch_size, global_batch_size=size_at
-            )
-            for r in range(dp_size)
-        ]
+        data = blended(packing, lengths)  # opened anew, as a resumed job does
+
+        def micro_size_at(now, size=micro_batch_size):
+            return 1 if growing and now >= 40 else size
+
+        sizes = {"global_batch_size": size_at, "micro_batch_size": micro_size_at}
+        ranks = [stream(data, consumed, dp_rank=r, dp_size=dp_size, **sizes) for r in range(dp_size)]
         for _ in range(steps):
             if consumed + size_at(consumed) > len(data):
                 break
             micro_batches = zip(*(rank.next_step() for rank in ranks), strict=True)
-            seen += rows(itertools.chain.from_iterable(micro_batches))
+            for batch in itertools.chain.from_iterable(micro_batches):
+                seen += batch.tokens[0].tolist()
             consumed = ranks[0].consumed_samples
             assert {rank.consumed_samples for rank in ranks} == {consumed}
-    assert seen == expected_rows(blended(packing), range(consumed)) and consumed == len(seen) > 0
+    expected = expected_rows(blended(packing, lengths), range(consumed))
+    assert seen == list(itertools.chain.from_iterable(expected)) and consumed > 0
 
 
 @pytest.fixture
@@ -114,7 +117,7 @@ def blended(write, build, unique_documents):
     """Three sources under a schedule of blends, opened anew at each call: 160 samples of 8 tokens."""
     a, b = write("a", unique_documents), write("b", [[4000 + n] * (1 + n % 9) for n in range(40)])
     stages = [(0, {a: 0.7, b: 0.3}), (30, {b: 1.0}), (50, {a: 0.2, b: 0.8})]
-    return lambda packing: build(*stages, num_samples=160, packing=packing)
+    return lambda packing, lengths: build(*stages, num_samples=160, packing=packing, seq_length=lengths)
 
 
 def test_exhausted_data_are_one_clear_error_on_every_rank(dataset):
