@@ -116,7 +116,7 @@ def test_reverse_index_of_the_example():
     segments = Segments.from_cu_seqlens([0, 9])
     ids = torch.tensor([[0, -1]] * 4 + [[0, 1]] * 4 + [[0, 2]], dtype=torch.int32)[:, None]
     query_table, block_table = document_tables(segments, 4, torch.device("cpu"))
-    assert block_table.tolist() == [[0, 4], [4, 4], [8, 1]]
+    assert block_table.tolist() == [[0, 4, 8], [4, 4, 8], [8, 1, 8]]
     assert query_table[:, 1].tolist() == query_table[:, 2].tolist() == list(range(9))
     index = build_reverse_index(ids, query_table, 3, block_size=4, query_chunk=100, item_queries=4)
     assert index.pairs[:14].tolist() == [0, 2, 4, 6, 8, 10, 12, 14, 16, 9, 11, 13, 15, 17]
