@@ -151,10 +151,12 @@ def bench_loading(folder: Path, rounds: int, seq_length: int = 131_072) -> float
     return lowest
 
 
-def run_end_to_end(path: Path, num_workers: int, tokenizer: str, overrides: Sequence[str] = ()) -> dict[str, int]:
+def run_end_to_end(
+    path: Path, num_workers: int, tokenizer: str, overrides: Sequence[str] = (), held_out: float = 0.001
+) -> dict[str, int]:
     """Peak memory of each command, bytes: resident sizes of its processes added up, so shared pages count for each.
 
-    overrides: of the training run, on top of a tiny model's.
+    overrides: of the training run, on top of a tiny model's. held_out: share of the documents for validation.
     """
     out = path.with_name("out")
     of_bpe = ["--tokenizer", str(path.with_name("tokenizer.json")), "--eod-token", EOD]
@@ -162,8 +164,8 @@ def run_end_to_end(path: Path, num_workers: int, tokenizer: str, overrides: Sequ
     size = VOCAB_SIZE if tokenizer == "bpe" else 257
     prepare_data = [sys.executable, "-m", "msa_pretrain.scripts.prepare_data"]
     commands = {
-        "prepare": [*prepare_data, "--input", str(path), *chosen, "--output", str(out), "--held-out", "valid=0.001",
-                    "--num-workers", str(num_workers)],
+        "prepare": [*prepare_data, "--input", str(path), *chosen, "--output", str(out), "--num-workers",
+                    str(num_workers), "--held-out", f"valid={held_out}"],
         "verify": [*prepare_data, "--verify", str(out / "train"), str(out / "valid")],
         "train": [sys.executable, "-W", "ignore", "-m", "msa_pretrain.scripts.pretrain", *TINY, "run.name=bench",
                   f"data.train=[{out / 'train'}]", f"data.valid=[{out / 'valid'}]", f"model.vocab_size={size}",
