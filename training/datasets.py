@@ -54,6 +54,11 @@ class RunData:
 
         What is still to come may change: the run's length, later blends, the paths of the data.
         """
+        if "lengths" not in stored:
+            raise ValueError(
+                "the checkpoint is of an earlier version, which did not record the lengths of its samples. Start a new run "
+                "from its weights with training.init_from."
+            )
         if consumed_samples > config.total_samples:
             raise ValueError(
                 f"{consumed_samples} samples are consumed, more than the {config.total_samples} of this run. Use "

@@ -95,6 +95,9 @@ def test_lengths_that_have_begun_may_not_change_and_later_ones_may(build, source
             ValueError, match=r"the 24 samples so far had sequence length 8 from sample 0, 16 from samp"
         ):
             data(*lengths).check(stored, config(), 24)
+    older = {name: value for name, value in stored.items() if name != "lengths"}
+    with pytest.raises(ValueError, match=r"of an earlier version, which did not record the lengths"):
+        data((0, 8), (16, 16)).check(older, config(), 24)
     # a blend that is to change from here on: 16 samples of 8 tokens and 8 of 16
     with pytest.raises(ValueError, match=r"from_tokens: 256, blend"):
         run_data(build({b: 1}, num_samples=40, seq_length=((0, 8), (16, 16)))).check(stored, config(), 24)
