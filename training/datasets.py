@@ -56,8 +56,8 @@ class RunData:
         """
         if "lengths" not in stored:
             raise ValueError(
-                "the checkpoint is of an earlier version, which did not record the lengths of its samples. Start a new run "
-                "from its weights with training.init_from."
+                "the checkpoint is of an earlier version, which did not record the lengths of its samples. Start a new "
+                "run from its weights with training.init_from."
             )
         if consumed_samples > config.total_samples:
             raise ValueError(
