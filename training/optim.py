@@ -1,7 +1,7 @@
 """AdamW on Megatron's distributed optimizer: two groups with a rate, decay and clip each; rates by consumed tokens."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,6 +93,16 @@ def wrap_with_ddp(chunks: Sequence[nn.Module]) -> list[DistributedDataParallel]:
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
             _count_padding_between_buckets(buffer)
     return wrapped
+
+
+def release(chunks: Iterable[DistributedDataParallel]) -> None:
+    """Let go of chunks for good, before a process makes other ones.
+
+    After a backward pass autograd's nodes and Megatron's hooks on them keep each other, the model, and with it 48
+    threads of gloo's process groups, alive for ever; ten models later these take all of the processor.
+    """
+    for chunk in chunks:
+        vars(chunk).clear()
 
 
 def _count_padding_between_buckets(buffer: Any) -> None:

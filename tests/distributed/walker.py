@@ -123,6 +123,7 @@ def execute(config, run: Run, directory: Path) -> dict:
 
     from msa_pretrain.model import gpt
     from msa_pretrain.training import trainer as trainer_module
+    from msa_pretrain.training.optim import release
     from msa_pretrain.training.run_folder import RunFolder
 
     folder = RunFolder(config)
@@ -175,7 +176,7 @@ def execute(config, run: Run, directory: Path) -> dict:
             walked.save()
         with contextlib.suppress(Left):
             walked.run()
-    return {
+    seen = {
         "run": asdict(run),
         "series": series,
         "weights": weights,
@@ -185,6 +186,8 @@ def execute(config, run: Run, directory: Path) -> dict:
         "metrics": [json.loads(line)["step"] for line in folder.metrics.read_text().splitlines()],
         "checkpoints": sorted(path.name for path in folder.checkpoints.glob("step_*")),
     }
+    release(walked.chunks)
+    return seen
 
 
 SERIES = (

@@ -12,7 +12,7 @@ from msa_pretrain.data.packing import PackedBatch, collate
 from msa_pretrain.model.gpt import build_model
 from msa_pretrain.model.parallel import distributed, model_parallel
 from msa_pretrain.training.config import TrainConfig, load_config
-from msa_pretrain.training.optim import build_optimizer, wrap_with_ddp
+from msa_pretrain.training.optim import build_optimizer, release, wrap_with_ddp
 from msa_pretrain.training.step import StepPlan, StepSums, run_micro_batches
 
 # All dimensions differ, so that a swapped axis shows: h 24, n 6, g 3, d 8, i 4, l 4, k 2, e 5.
@@ -111,10 +111,7 @@ def rig() -> Iterator[Callable[[TrainConfig], Rig]]:
             return rigs[-1]
 
         yield build
-        # After a backward pass autograd's nodes and Megatron's hooks on them keep each other, the model, and with it 48
-        # threads of process groups, alive for ever; hundreds of tests later these take all of the processor.
-        for chunk in (chunk for one in rigs for chunk in one.chunks):
-            vars(chunk).clear()
+        release(chunk for one in rigs for chunk in one.chunks)
 
 
 @pytest.fixture

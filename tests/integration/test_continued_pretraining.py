@@ -8,6 +8,7 @@ import torch
 
 from msa_pretrain.data.prepare import write_indexed_dataset
 from msa_pretrain.model.parallel import distributed, model_parallel
+from msa_pretrain.training.optim import release
 from msa_pretrain.training.run_folder import RunFolder
 from msa_pretrain.training.trainer import Trainer
 
@@ -29,11 +30,14 @@ def train(tmp_path, tiny_config, monkeypatch):
         with model_parallel(config.parallel, config.training.seed):
             folder.prepare(config, [])
             trainer = Trainer(config, folder)
+            trainers.append(trainer)
             trainer.run()
         return trainer, [json.loads(line) for line in folder.metrics.read_text().splitlines()]
 
+    trainers: list[Trainer] = []
     with distributed():
         yield run
+        release(chunk for trainer in trainers for chunk in trainer.chunks)
     torch.use_deterministic_algorithms(False)
 
 

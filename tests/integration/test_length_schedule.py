@@ -12,6 +12,7 @@ import torch
 from msa_pretrain.data.prepare import write_indexed_dataset
 from msa_pretrain.model.parallel import distributed, model_parallel
 from msa_pretrain.training.config import to_dict, to_yaml
+from msa_pretrain.training.optim import release
 from msa_pretrain.training.run_folder import RunFolder
 from msa_pretrain.training.trainer import Trainer
 
@@ -43,6 +44,7 @@ def train(tmp_path, tiny_config, monkeypatch):
         with model_parallel(config.parallel, config.training.seed):
             folder.prepare(config, [])
             trainer = Trainer(config, folder)
+            trainers.append(trainer)
             step = trainer._train_step
 
             def recorded(batches, phase):
@@ -53,8 +55,10 @@ def train(tmp_path, tiny_config, monkeypatch):
             trainer.run()
         return trainer, [json.loads(line) for line in folder.metrics.read_text().splitlines()], fed
 
+    trainers: list[Trainer] = []
     with distributed():
         yield run
+        release(chunk for trainer in trainers for chunk in trainer.chunks)
     torch.use_deterministic_algorithms(False)
 
 
