@@ -86,11 +86,23 @@ def main() -> None:
     with distributed():
         for run in plan:
             config = config_of(directory, run)
-            with model_parallel(config.parallel, config.training.seed):
+            with own_groups(), model_parallel(config.parallel, config.training.seed):
                 seen = execute(config, run, directory)
                 path = directory / f"{run.name}.rank{dist.get_rank()}.json"
                 path.write_text(json.dumps(seen))
                 dist.barrier()
+
+
+@contextlib.contextmanager
+def own_groups():
+    """Destroys the process groups that were made inside; Megatron only forgets them, with 48 threads a layout."""
+    import torch.distributed as dist
+
+    groups = dist.distributed_c10d._world.pg_map
+    before = set(groups)
+    yield
+    for group in [group for group in groups if group not in before]:
+        dist.destroy_process_group(group)
 
 
 def config_of(directory: Path, run: Run):
