@@ -72,8 +72,8 @@ class Recorder:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in self.weights and storage.data_ptr() not in self.owners:
             self.owners[storage.data_ptr()] = (self.stack[-1], storage.nbytes())
-            self.tensors.append(tensor)  # alive, or its address would be used again
-        return tensor
+            self.tensors.append(tensor.detach())  # alive, or its address would be used again
+        return tensor.detach()  # with its graph, the graph would keep itself, the model and its process groups alive
 
     def total(self, segments):
         parts = [segments, *(part for parts in segments._parts.values() for part in parts)]
