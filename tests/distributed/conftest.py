@@ -65,7 +65,7 @@ class Launcher:
         self.logs |= {run.name: log for run in runs}
         # a file: a pipe would wait for every process that a killed job leaves behind
         with log.open("w") as file:
-            done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, timeout=1200, check=False)
+            done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, timeout=2400, check=False)
         if killed:
             assert done.returncode == -9 or "SIGKILL" in log.read_text(), log.read_text()[-3000:]
         elif done.returncode:
