@@ -16,7 +16,7 @@ pretrain: $(VENV)/.runtime
 test: $(VENV)/.dev
 	$(BIN)/pytest -n 2 --dist loadfile -m "not slow and not layouts"
 
-# Many jobs of one and two processes: each feature of a layout, restarts, resharding (about ten minutes).
+# Many jobs of one and two processes: each feature of a layout, restarts, resharding (14 minutes).
 test-layouts: $(VENV)/.dev
 	$(BIN)/pytest -m "layouts and not parity"
 
