@@ -53,8 +53,8 @@ def test_layer_of_the_mission_by_hand(config_of, layout_of):
     attention = 2 * T * H + 4 * T + 2 * T * H + 2 * T * 64 * 128
     # copies of query and key for the full-vector norms, rotated query and key, output, lse
     attention += 2 * (2 * T * 56 * 128) + 8 * T + 2 * T * 48 * 128 + 4 * T * 48
-    # index queries and key before and after the norm, ids of 16 blocks, the student's lse, the attached loss
-    index = 2 * (2 * T * 9 * 128) + 4 * T * 9 + 4 * T * 8 * 16 + 4 * T * 8 + 4
+    # index queries and key before and after the norm, ids of 16 blocks, the student's lse
+    index = 2 * (2 * T * 9 * 128) + 4 * T * 9 + 4 * T * 8 * 16 + 4 * T * 8
     assert sum(a.attention(5).values()) == attention + index
     # the router's fp32 input and scores; permutation; 8 rows a token of input, gate and up, three of the hidden size
     rows = 8 * T
