@@ -11,7 +11,7 @@ dQ uses keys without what a document's keys have in common (centring_kernel.py).
 import triton
 import triton.language as tl
 
-from .kernel import find_item, head_rows, load_block, mask_end, pair_rows
+from .kernel import find_item, head_rows, load_block, mask_end, pair_rows, row_blocks
 
 # P is stored in units of 2^-14: fp16 then has all its bits down to a probability of 2^-28.
 TEACHER_UNIT = tl.constexpr(2.0**-14)
@@ -24,15 +24,11 @@ def kept_blocks(
     TABLE_GROUPS: tl.constexpr, NUM_SELECTED: tl.constexpr, SLOTS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Of each row: places of its blocks in tables [blocks, TABLE_GROUPS], which of them are real, visible tokens."""
-    slots = tl.arange(0, SLOTS)[None, :]
-    ids = tl.load(
-        block_indices_ptr + (query_row * stride_it + group * stride_ig)[:, None] + slots * stride_ik,
-        mask=mask[:, None] & (slots < NUM_SELECTED),
-        other=-1,
-    )
-    first_token = ids * BLOCK_SIZE
-    is_used = (ids >= 0) & (first_token <= position[:, None])
-    num_tokens = tl.where(is_used, tl.minimum(position[:, None] - first_token + 1, BLOCK_SIZE), 0)
+    ids, is_used = row_blocks(
+        block_indices_ptr, query_row, group, position, mask, stride_it, stride_ig, stride_ik,
+        NUM_SELECTED, SLOTS, BLOCK_SIZE,
+    )  # fmt: skip
+    num_tokens = tl.where(is_used, tl.minimum(position[:, None] - ids * BLOCK_SIZE + 1, BLOCK_SIZE), 0)
     place = (first_block[:, None] + ids).to(tl.int64) * TABLE_GROUPS + table_group[:, None]
     return place, is_used, tl.sum(num_tokens, 1)
 
@@ -314,14 +310,12 @@ def _dq_kernel(
     mask, row, query_row, query_head, _, position = head_rows(
         first_query, num_queries, query_table_ptr, NUM_GROUPS, HEADS, ROWS
     )
-    slots = tl.arange(0, SLOTS)[None, :]
-    ids = tl.load(
-        block_indices_ptr + (query_row * stride_it + query_head // HEADS * stride_ig)[:, None] + slots * stride_ik,
-        mask=mask[:, None] & (slots < NUM_SELECTED),
-        other=-1,
-    )
-    # Visible ids come first, so no id has to be waited for below.
-    num_used = tl.sum(((ids >= 0) & (ids * BLOCK_SIZE <= position[:, None])).to(tl.int32), 1)
+    _ids, is_used = row_blocks(
+        block_indices_ptr, query_row, query_head // HEADS, position, mask, stride_it, stride_ig, stride_ik,
+        NUM_SELECTED, SLOTS, BLOCK_SIZE,
+    )  # fmt: skip
+    # No id has to be waited for below.
+    num_used = tl.sum(is_used.to(tl.int32), 1)
     first_place = (row // HEADS) * (NUM_SELECTED * HEADS) + query_head % HEADS
     offs_d = tl.arange(0, HEAD_DIM)[None, :]
     dq = tl.zeros((ROWS, HEAD_DIM), dtype=tl.float32)

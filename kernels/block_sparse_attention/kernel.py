@@ -185,6 +185,21 @@ def head_rows(
     return mask, row, query_row, row % (NUM_GROUPS * HEADS), first_block, position
 
 
+@triton.jit
+def row_blocks(
+    block_indices_ptr, query_row, group, position, mask, stride_it, stride_ig, stride_ik,
+    NUM_SELECTED: tl.constexpr, SLOTS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Block ids [rows, SLOTS] of each row, -1 where there is none, and which of them the row sees; those come first."""
+    slots = tl.arange(0, SLOTS)[None, :]
+    ids = tl.load(
+        block_indices_ptr + (query_row * stride_it + group * stride_ig)[:, None] + slots * stride_ik,
+        mask=mask[:, None] & (slots < NUM_SELECTED),
+        other=-1,
+    )
+    return ids, (ids >= 0) & (ids * BLOCK_SIZE <= position[:, None])
+
+
 @triton.jit(do_not_specialize=["first_query", "num_queries"])
 def _combine_kernel(
     partial_ptr,
@@ -213,21 +228,18 @@ def _combine_kernel(
         first_query, num_queries, query_table_ptr, NUM_GROUPS, HEADS, ROWS
     )
     group = query_head // HEADS
-    ids_ptr = block_indices_ptr + query_row * stride_it + group * stride_ig
     # [ROWS]: slot 0 of the row's head
     first_place = (row // HEADS) * (NUM_SELECTED * HEADS) + query_head % HEADS
     slots = tl.arange(0, SLOTS)
     # [ROWS, SLOTS]
-    ids = tl.load(
-        ids_ptr[:, None] + slots[None, :] * stride_ik,
-        mask=mask[:, None] & (slots < NUM_SELECTED)[None, :],
-        other=-1,
-    )
-    is_used = (ids >= 0) & (ids * BLOCK_SIZE <= position[:, None])
+    _ids, is_used = row_blocks(
+        block_indices_ptr, query_row, group, position, mask, stride_it, stride_ig, stride_ik,
+        NUM_SELECTED, SLOTS, BLOCK_SIZE,
+    )  # fmt: skip
     slot_lse = tl.load(
         partial_lse_ptr + first_place[:, None] + slots[None, :] * HEADS, mask=is_used, other=float("-inf")
     )
-    # Visible ids come first, so no id has to be waited for below.
+    # No id has to be waited for below.
     num_used = tl.sum(is_used.to(tl.int32), 1)
     largest = tl.max(slot_lse, 1)
     is_empty = largest == float("-inf")

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..block_sparse_attention.backward_kernel import _dq_kernel
 from ..block_sparse_attention.backward_launch import sum_slots
-from ..block_sparse_attention.launch_support import centre_keys, partial_dtype, tile_for
+from ..block_sparse_attention.launch_support import centre_keys, index_arguments, partial_dtype, tile_for
 from ..block_sparse_attention.reverse_index import ReverseIndex
 from ..triton_support import dot_precision, next_power_of_two
 from .sparse_kernel import _kl_weights_kernel, _sparse_kl_bwd_kernel
@@ -39,11 +39,12 @@ class IndexGradient:
         self.block_indices, self.query_table, self.block_table = block_indices, query_table, block_table
         self.block_size, self.factor, self.scale = block_size, factor, 1.0 / math.sqrt(index_query.shape[2])
         num_queries, num_groups, num_selected = block_indices.shape
-        self.dq = torch.zeros_like(index_query, memory_format=torch.contiguous_format)
+        self.dq = torch.empty_like(index_query, memory_format=torch.contiguous_format)
         # Rows add to it chunk after chunk; the groups share the index key and are summed at the end.
         self.dk = index_key.new_zeros((index_key.shape[0], num_groups, index_key.shape[1]), dtype=torch.float32)
         self.slot_kl, self.weight = weight.new_zeros(block_indices.shape), torch.zeros_like(index_lse)
         if not block_table.shape[0]:
+            self.dq.zero_()
             return
         # One key for all groups.
         tables = (block_indices, query_table, block_table, block_size)
@@ -110,13 +111,7 @@ class IndexGradient:
             self.unit,
             self.query_table,
             self.block_table,
-            index.pairs,
-            index.row_start,
-            index.local_end,
-            index.row_item,
-            index.row_slot,
-            index.item_row,
-            index.chunk_item,
+            *index_arguments(index, slots=True),
             partial,
             self.slot_kl,
             self.dk,

@@ -131,16 +131,14 @@ def _kl_rows_kernel(
     ROWS: tl.constexpr,
 ):
     """KL and student lse of ROWS (query, group) rows; with fewer than two tokens 0 and +inf, without any 0 and -inf."""
-    mask, row, query_row, group, _, position = head_rows(first_query, num_queries, query_table_ptr, NUM_GROUPS, 1, ROWS)
-    slots = tl.arange(0, SLOTS)[None, :]
-    ids = tl.load(
-        block_indices_ptr + (query_row * stride_it + group * stride_ig)[:, None] + slots * stride_ik,
-        mask=mask[:, None] & (slots < NUM_SELECTED),
-        other=-1,
+    mask, row, query_row, group, first_block, position = head_rows(
+        first_query, num_queries, query_table_ptr, NUM_GROUPS, 1, ROWS
     )
-    first_token = ids * BLOCK_SIZE
-    is_used = (ids >= 0) & (first_token <= position[:, None])
-    num_tokens = tl.sum(tl.where(is_used, tl.minimum(position[:, None] - first_token + 1, BLOCK_SIZE), 0), 1)
+    _, is_used, num_tokens = kept_blocks(
+        block_indices_ptr, query_row, group, group * 0, first_block, position, mask,
+        stride_it, stride_ig, stride_ik, 1, NUM_SELECTED, SLOTS, BLOCK_SIZE,
+    )  # fmt: skip
+    slots = tl.arange(0, SLOTS)[None, :]
     # [ROWS, SLOTS]
     place = row[:, None] * NUM_SELECTED + slots
     slot_lse = tl.load(slot_lse_ptr + place, mask=is_used, other=float("-inf"))

@@ -9,15 +9,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..block_sparse_attention.launch import attention_gradients, sparse_attention_triton
-from ..block_sparse_attention.launch_support import QUERY_CHUNK, SUPPORTED_SIZES
 from ..block_sparse_attention.reverse_index import document_tables
 from ..dense_causal_attention.library import dense_tables
 from ..indexer_loss.dense_launch import dense_indexer_kl_triton
 from ..indexer_loss.sparse_backward import IndexGradient
 from ..segments import Segments
 from ..triton_support import unit_stride
-
-__all__ = ["QUERY_CHUNK", "SUPPORTED_SIZES", "IndexLoss", "SparseAttentionWithKL"]
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,8 @@ def sparse_attention_with_kl(
     if row_weight is not None and (row_weight.ndim != 2 or row_weight.shape[0] != index_lse.shape[0]):
         raise ValueError(f"{op}: row_weight must be [t_q, 1] or [t_q, g]; got {tuple(row_weight.shape)}.")
     scale = resolve_scale(op, softmax_scale, query.shape[2])
-    from .launch import QUERY_CHUNK, SUPPORTED_SIZES, IndexLoss, SparseAttentionWithKL
+    from ..block_sparse_attention.launch_support import QUERY_CHUNK, SUPPORTED_SIZES
+    from .launch import IndexLoss, SparseAttentionWithKL
 
     check_choice(op, "index dim", index_query.shape[2], SUPPORTED_SIZES)
     routes = dict(
