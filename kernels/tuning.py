@@ -21,8 +21,8 @@ class TileConfig:
 # (op, architecture, head dim, n/g, bytes of an element); 0 stands for every value. The first match of
 # `lookup_order` counts. Ops without heads, such as the index ones, have the index dim as head dim and n/g 0.
 TABLE: dict[tuple[str, str, int, int, int], TileConfig] = {
-    # Index scores: 2 stages let two CTAs share an SM, which is worth more than a deeper pipeline.
-    ("block_scores", "sm90", 0, 0, 2): TileConfig(128, 128, num_warps=8, num_stages=2),
+    # Index scores: a key block serves 256 queries, and a third stage hides its reads.
+    ("block_scores", "sm90", 0, 0, 2): TileConfig(256, 128, num_warps=16, num_stages=3),
     ("block_scores", "any", 0, 0, 2): TileConfig(128, 128, num_warps=8, num_stages=2),
     ("block_scores", "any", 0, 0, 4): TileConfig(64, 128, num_warps=8, num_stages=1),
     ("block_scores", INTERPRETER, 0, 0, 0): TileConfig(128, 128, num_warps=4, num_stages=1),
@@ -33,11 +33,13 @@ TABLE: dict[tuple[str, str, int, int, int], TileConfig] = {
     ("kept_lse", "any", 0, 0, 2): TileConfig(128, 512, num_warps=4, num_stages=3),
     ("kept_lse", "any", 0, 0, 4): TileConfig(32, 512, num_warps=4, num_stages=1),
     ("kept_lse", INTERPRETER, 0, 0, 0): TileConfig(64, 128, num_warps=4, num_stages=1),
-    # Decoding: columns are blocks of one program, in the scan of the index keys and in the ranking.
+    # Decoding: columns are blocks of one program in the scan of the index keys and in the ranking; then keys of a step.
     ("decode_scan", "any", 0, 0, 0): TileConfig(16, 8, num_warps=4, num_stages=3),
     ("decode_scan", INTERPRETER, 0, 0, 0): TileConfig(16, 4, num_warps=4, num_stages=1),
-    ("decode_rank", "any", 0, 0, 0): TileConfig(1, 512, num_warps=1, num_stages=1),
-    ("decode_rank", INTERPRETER, 0, 0, 0): TileConfig(1, 64, num_warps=1, num_stages=1),
+    ("decode_rank", "any", 0, 0, 0): TileConfig(1, 128, num_warps=1, num_stages=1),
+    ("decode_rank", INTERPRETER, 0, 0, 0): TileConfig(1, 64, num_warps=4, num_stages=1),
+    ("decode_merge", "any", 0, 0, 0): TileConfig(1, 1024, num_warps=4, num_stages=1),
+    ("decode_merge", INTERPRETER, 0, 0, 0): TileConfig(1, 64, num_warps=4, num_stages=1),
     # Full-sequence KL; the backward's columns are keys of one program.
     ("dense_kl_fwd", "sm90", 0, 0, 2): TileConfig(128, 128, num_warps=8, num_stages=3),
     ("dense_kl_fwd", "any", 0, 0, 2): TileConfig(64, 64, num_warps=4, num_stages=2),
@@ -48,7 +50,7 @@ TABLE: dict[tuple[str, str, int, int, int], TileConfig] = {
     ("dense_kl_bwd", "any", 0, 0, 4): TileConfig(32, 32, num_warps=4, num_stages=1),
     ("dense_kl_bwd", INTERPRETER, 0, 0, 0): TileConfig(128, 128, num_warps=4, num_stages=1),
     # Rows: queries x heads of a tile; columns: queries of one work item.
-    ("sparse_attention_fwd", "sm90", 0, 0, 2): TileConfig(64, 512, num_warps=4, num_stages=2),
+    ("sparse_attention_fwd", "sm90", 0, 0, 2): TileConfig(64, 256, num_warps=4, num_stages=1),
     ("sparse_attention_fwd", "any", 0, 0, 2): TileConfig(64, 512, num_warps=4, num_stages=1),
     ("sparse_attention_fwd", "any", 0, 0, 4): TileConfig(16, 512, num_warps=8, num_stages=1),
     ("sparse_attention_fwd", INTERPRETER, 0, 0, 0): TileConfig(64, 64, num_warps=4, num_stages=1),
@@ -72,7 +74,7 @@ TABLE: dict[tuple[str, str, int, int, int], TileConfig] = {
     ("sparse_kl_fwd", "any", 0, 0, 2): TileConfig(64, 512, num_warps=4, num_stages=1),
     ("sparse_kl_fwd", "any", 0, 0, 4): TileConfig(16, 512, num_warps=8, num_stages=1),
     ("sparse_kl_fwd", INTERPRETER, 0, 0, 0): TileConfig(64, 64, num_warps=4, num_stages=1),
-    ("sparse_kl_bwd", "sm90", 0, 0, 2): TileConfig(64, 1024, num_warps=8, num_stages=3),
+    ("sparse_kl_bwd", "sm90", 0, 0, 2): TileConfig(64, 128, num_warps=8, num_stages=3),
     ("sparse_kl_bwd", "any", 0, 0, 2): TileConfig(64, 512, num_warps=8, num_stages=1),
     ("sparse_kl_bwd", "any", 0, 0, 4): TileConfig(16, 512, num_warps=8, num_stages=1),
     ("sparse_kl_bwd", INTERPRETER, 0, 0, 0): TileConfig(64, 64, num_warps=4, num_stages=1),

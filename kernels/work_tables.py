@@ -49,18 +49,3 @@ def key_tiles(segments: Segments, device: torch.device | str, *, rows: int) -> T
     In fragment order; fragments without queries have none. With `rows` the block size, a tile is a KV block.
     """
     return segments.cached(f"key_tiles_{rows}", device, lambda: _build_key_tiles(segments, rows))
-
-
-def _build_first_key_tile(segments: Segments, rows: int) -> Tensor:
-    first = torch.zeros(segments.num_queries, dtype=torch.int32)
-    count = 0
-    for q_start, q_len, _, k_len in segments.rows:
-        if q_len:
-            first[q_start : q_start + q_len] = count
-            count += -(-k_len // rows)
-    return first
-
-
-def first_key_tile(segments: Segments, device: torch.device | str, *, rows: int) -> Tensor:
-    """int32 [t_q]: index in `key_tiles` of the first tile of the row's fragment; 0 for padding rows."""
-    return segments.cached(f"first_key_tile_{rows}", device, lambda: _build_first_key_tile(segments, rows))

@@ -8,6 +8,8 @@ word the inverted id, they sort to 2, 1, 0. The first two are kept and stored by
 import triton
 import triton.language as tl
 
+from ..block_sparse_attention.kernel import find_item, load_block, pair_rows
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -28,10 +30,10 @@ def _magnitude_word(x):
 
 @triton.jit
 def _report_rows(words, row, report_ptr, magnitude_ptr):
-    """Raise the report to the last row (+ 1) that is not finite, and the magnitude to the largest word."""
+    """Report a row (+ 1) that is not finite, and raise the magnitude to the largest word."""
     bad = tl.max(tl.where(words >= INFINITY_WORD, row + 1, 0), axis=0)
     if bad > 0:
-        tl.atomic_max(report_ptr, bad)
+        tl.store(report_ptr, bad)
     tl.atomic_max(magnitude_ptr, tl.max(words, axis=0))
 
 
@@ -41,28 +43,26 @@ def _select_check_kernel(
     num_query_tiles, stride_qt, stride_qg, stride_qi, stride_kt, stride_ki,
     NUM_GROUPS: tl.constexpr, INDEX_DIM: tl.constexpr, QUERY_ROWS: tl.constexpr, KEY_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One program per query tile, then one per key tile: report rows that are not finite, and the largest magnitudes.
+    """One program per (query tile, group), then one per key tile: rows that are not finite, and largest magnitudes.
 
     Every key of a fragment is visible to its last query, and every query sees a key, so a number that is not finite
     always makes a visible score that is not finite. Only integer maxima are atomic: the result has no order.
     """
     pid = tl.program_id(0)
     offs_i = tl.arange(0, INDEX_DIM)
-    if pid < num_query_tiles:
-        query_tile = query_tiles_ptr + pid.to(tl.int64) * 4
+    if pid < num_query_tiles * NUM_GROUPS:
+        query_tile = query_tiles_ptr + (pid // NUM_GROUPS).to(tl.int64) * 4
+        group = (pid % NUM_GROUPS).to(tl.int64)
         offs_m = tl.arange(0, QUERY_ROWS)
         query_row = tl.load(query_tile) + offs_m
         mask_m = offs_m < tl.load(query_tile + 1)
-        q_words = tl.zeros((QUERY_ROWS,), dtype=tl.int32)
-        for group in range(NUM_GROUPS):
-            q_tile = tl.load(
-                q_ptr + query_row[:, None] * stride_qt + tl.cast(group, tl.int64) * stride_qg + offs_i * stride_qi,
-                mask=mask_m[:, None], other=0.0,
-            )  # fmt: skip
-            q_words = tl.maximum(q_words, tl.max(_magnitude_word(q_tile), axis=1))
-        _report_rows(q_words, query_row, report_ptr, magnitudes_ptr)
+        q_tile = tl.load(
+            q_ptr + query_row[:, None] * stride_qt + group * stride_qg + offs_i * stride_qi,
+            mask=mask_m[:, None], other=0.0,
+        )  # fmt: skip
+        _report_rows(tl.max(_magnitude_word(q_tile), axis=1), query_row, report_ptr, magnitudes_ptr)
     else:
-        key_tile = key_tiles_ptr + (pid - num_query_tiles).to(tl.int64) * 6
+        key_tile = key_tiles_ptr + (pid - num_query_tiles * NUM_GROUPS).to(tl.int64) * 6
         offs_n = tl.arange(0, KEY_ROWS)
         key_row = tl.load(key_tile) + offs_n
         mask_n = offs_n < tl.load(key_tile + 1)
@@ -116,7 +116,7 @@ def _select_overflow_kernel(
             bad = tl.maximum(bad, tl.max(tl.where(wrong, row[:, None] + 1, 0), axis=1))
         found = tl.max(bad, axis=0)
         if found > 0:
-            tl.atomic_max(report_ptr + 2, found)
+            tl.store(report_ptr + 2, found)
 
 
 @triton.jit
@@ -255,65 +255,52 @@ def _rank_blocks_kernel(
     _store_ascending(out_ptr, best, mask_row[:, None], NUM_SELECTED, NUM_BEST)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def _kept_lse_kernel(
-    q_ptr, k_ptr, picks_ptr, work_ptr, chunk_ends_ptr, pick_starts_ptr, key_tiles_ptr, positions_ptr, partial_ptr,
-    num_work_rows, scale_log2, stride_qt, stride_qg, stride_qi, stride_kt, stride_ki,
+    q_ptr, k_ptr, query_table_ptr, block_table_ptr, pairs_ptr, row_start_ptr, local_end_ptr, row_item_ptr,
+    item_row_ptr, chunk_item_ptr, partial_ptr,
+    num_blocks, scale_log2, stride_qt, stride_qg, stride_kt,
     NUM_GROUPS: tl.constexpr, NUM_SELECTED: tl.constexpr, INDEX_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    ROWS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program per CHUNK picks of one (key block, group): the base-2 lse of that block's visible tokens, by pick.
-
-    A pick is the flat index of (query row, group, slot) in the ids; picks of one block and group lie together.
-    """
-    pid = tl.program_id(0)
-    work = tl.load(work_ptr + pid)
-    if work < num_work_rows:
-        group = (work % NUM_GROUPS).to(tl.int64)
-        tile = key_tiles_ptr + (work // NUM_GROUPS).to(tl.int64) * 6
-        key_first = tl.load(tile)
-        num_keys = tl.load(tile + 1)
-        key_position = tl.load(tile + 2) + tl.arange(0, BLOCK_SIZE)
-        begin = tl.load(pick_starts_ptr + work)
-        end = tl.load(pick_starts_ptr + work + 1)
-        num_chunks = (end - begin + CHUNK - 1) // CHUNK
-        begin += (pid - (tl.load(chunk_ends_ptr + work) - num_chunks)) * CHUNK
-        end = tl.minimum(begin + CHUNK, end)
-        offs_n = tl.arange(0, BLOCK_SIZE)
-        offs_i = tl.arange(0, INDEX_DIM)
-        # [INDEX_DIM, BLOCK_SIZE]
-        k_tile = tl.load(
-            k_ptr + (key_first + offs_n)[None, :] * stride_kt + offs_i[:, None] * stride_ki,
-            mask=(offs_n < num_keys)[None, :], other=0.0,
-        )  # fmt: skip
-        for start in tl.range(begin.to(tl.int32), end.to(tl.int32), ROWS, num_stages=STAGES):
-            offs_p = start + tl.arange(0, ROWS)
-            mask_p = offs_p < end
-            pick = tl.load(picks_ptr + offs_p, mask=mask_p, other=0)
-            row = pick // (NUM_SELECTED * NUM_GROUPS)
-            position = tl.load(positions_ptr + row, mask=mask_p, other=0)
-            q_tile = tl.load(
-                q_ptr + row[:, None] * stride_qt + group * stride_qg + offs_i[None, :] * stride_qi,
-                mask=mask_p[:, None], other=0.0,
-            )  # fmt: skip
-            x = tl.dot(q_tile, k_tile, input_precision=PRECISION) * scale_log2
+    """One program per item of the reverse index: the base-2 lse of the block's visible tokens, of each pair."""
+    work, start, end, local_end, _item = find_item(
+        row_start_ptr, local_end_ptr, row_item_ptr, item_row_ptr, chunk_item_ptr, 0
+    )
+    if start < end:
+        block = work % num_blocks
+        group = (work // num_blocks).to(tl.int64)
+        first_key = tl.load(block_table_ptr + 3 * block)
+        num_keys = tl.load(block_table_ptr + 3 * block + 1)
+        key = load_block(k_ptr, first_key, num_keys, 0, stride_kt, 0, BLOCK_SIZE, INDEX_DIM)
+        key_row = first_key + tl.arange(0, BLOCK_SIZE)
+        offs_i = tl.arange(0, INDEX_DIM)[None, :]
+        for number in tl.range(start, end, ROWS, num_stages=STAGES):
+            is_real, pair, _head = pair_rows(pairs_ptr, number, end, 1, 1, ROWS)
+            query_row = (pair // (NUM_GROUPS * NUM_SELECTED)).to(tl.int64)
+            q_tile = tl.load(q_ptr + (query_row * stride_qt + group * stride_qg)[:, None] + offs_i)
             # [ROWS, BLOCK_SIZE]; every row sees at least one token of a block it kept
-            x = tl.where(key_position[None, :] <= position[:, None], x, float("-inf"))
+            x = tl.dot(q_tile, tl.trans(key), input_precision=PRECISION) * scale_log2
+            if number < local_end:
+                last_key = tl.load(query_table_ptr + query_row * 3 + 2)
+                x = tl.where(key_row[None, :] <= last_key[:, None], x, float("-inf"))
             largest = tl.max(x, axis=1)
-            largest = tl.where(largest == float("-inf"), 0.0, largest)
             total = tl.sum(tl.exp2(x - largest[:, None]), axis=1)
-            tl.store(partial_ptr + pick, largest + tl.log2(tl.where(total > 0.0, total, 1.0)), mask=mask_p)
+            tl.store(partial_ptr + pair, largest + tl.log2(total), mask=is_real)
 
 
 @triton.jit
 def _merge_lse_kernel(
-    partial_ptr, lse_ptr, num_rows, NUM_SELECTED: tl.constexpr, NUM_BEST: tl.constexpr, ROWS: tl.constexpr
-):
-    """Natural lse of each row [NUM_SELECTED] of base-2 partial ones; -inf where all are."""
+    partial_ptr, ids_ptr, lse_ptr, num_rows,
+    NUM_SELECTED: tl.constexpr, NUM_BEST: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Natural lse of each row of base-2 partial ones [NUM_SELECTED] where there is an id; -inf where there is none."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     offs_k = tl.arange(0, NUM_BEST)
     mask = (row < num_rows)[:, None] & (offs_k < NUM_SELECTED)[None, :]
-    x = tl.load(partial_ptr + row[:, None] * NUM_SELECTED + offs_k[None, :], mask=mask, other=float("-inf"))
+    place = row[:, None] * NUM_SELECTED + offs_k[None, :]
+    is_kept = tl.load(ids_ptr + place, mask=mask, other=-1) >= 0
+    x = tl.load(partial_ptr + place, mask=is_kept, other=float("-inf"))
     largest = tl.max(x, axis=1)
     largest = tl.where(largest == float("-inf"), 0.0, largest)
     total = tl.sum(tl.exp2(x - largest[:, None]), axis=1)

@@ -4,10 +4,12 @@ import torch
 import triton
 from torch import Tensor
 
+from ..block_sparse_attention.launch_support import index_arguments
+from ..block_sparse_attention.reverse_index import build_reverse_index, document_tables
 from ..segments import Segments
-from ..triton_support import check_choice, check_triton, dot_precision, next_power_of_two
+from ..triton_support import check_choice, check_triton, dot_precision, next_power_of_two, unit_stride
 from ..tuning import tile_config
-from ..work_tables import first_key_tile, key_tiles, query_tiles
+from ..work_tables import key_tiles, query_tiles
 from . import kernel
 from .report import new_magnitudes, score_report
 
@@ -44,9 +46,9 @@ def _select_blocks(
     tiles: Tensor,
     score_tiles: Tensor,
     chunks: Tensor,
-    blocks: Tensor,
-    first_block: Tensor,
-    positions: Tensor,
+    key_tile_table: Tensor,
+    query_table: Tensor,
+    block_table: Tensor,
     block_size: int,
     num_selected: int,
     init_blocks: int,
@@ -59,9 +61,8 @@ def _select_blocks(
     ids = torch.empty(shape, dtype=torch.int32, device=device)
     if not all_rows_valid:
         ids.fill_(-1)
-    lse = torch.full(shape[:2], -torch.inf, dtype=torch.float32, device=device)
     if not len(tiles):
-        return ids, lse
+        return ids, torch.full(shape[:2], -torch.inf, dtype=torch.float32, device=device)
     precision = dot_precision(dtype)
     config = tile_config("block_scores", device, head_dim=index_dim, itemsize=dtype.itemsize)
     rank = tile_config("rank_blocks", device, head_dim=index_dim, itemsize=dtype.itemsize)
@@ -70,8 +71,8 @@ def _select_blocks(
     report = score_report(device)
     report.raise_if_arrived("select_blocks")
     magnitudes = new_magnitudes(device)
-    kernel._select_check_kernel[(len(tiles) + len(blocks),)](
-        index_query, index_key, tiles, blocks, report.words, magnitudes, len(tiles), *strides,
+    kernel._select_check_kernel[(len(tiles) * num_groups + len(key_tile_table),)](
+        index_query, index_key, tiles, key_tile_table, report.words, magnitudes, len(tiles), *strides,
         NUM_GROUPS=num_groups, INDEX_DIM=index_dim, QUERY_ROWS=config.rows, KEY_ROWS=block_size,
     )  # fmt: skip
     if dtype != torch.float16:  # 65504^2 times any index dim is far from the fp32 limit
@@ -95,8 +96,7 @@ def _select_blocks(
             BITONIC=device.type == "cuda", num_warps=rank.num_warps,
         )  # fmt: skip
     del scores
-    _kept_lse(index_query, index_key, ids, lse, blocks, first_block, positions, block_size)
-    report.send()
+    lse = _kept_lse(index_query, index_key, ids, query_table, block_table, block_size)
     if device.type == "cpu":
         report.raise_if_arrived("select_blocks")
     return ids, lse
@@ -104,8 +104,8 @@ def _select_blocks(
 
 @_select_blocks.register_fake
 def _(
-    index_query, index_key, tiles, score_tiles, chunks, blocks, first_block, positions, block_size, num_selected,
-    init_blocks, all_rows_valid,
+    index_query, index_key, tiles, score_tiles, chunks, key_tile_table, query_table, block_table, block_size,
+    num_selected, init_blocks, all_rows_valid,
 ):  # fmt: skip
     shape = index_query.shape[:2]
     ids = index_query.new_empty((*shape, num_selected), dtype=torch.int32)
@@ -116,41 +116,37 @@ def _kept_lse(
     index_query: Tensor,
     index_key: Tensor,
     ids: Tensor,
-    lse: Tensor,
-    blocks: Tensor,
-    first_block: Tensor,
-    positions: Tensor,
+    query_table: Tensor,
+    block_table: Tensor,
     block_size: int,
-) -> None:
-    """Fill `lse` over the kept tokens: keys outer, so that a key block is read once for all queries that kept it."""
+) -> Tensor:
+    """fp32 [t_q, g] over the kept tokens: keys outer, so that a key block is read once for all queries that kept it."""
     num_rows, num_groups, num_selected = ids.shape
     device, dtype, index_dim = ids.device, index_query.dtype, index_query.shape[2]
+    index_query, index_key = unit_stride(index_query), unit_stride(index_key)
     config = tile_config("kept_lse", device, head_dim=index_dim, itemsize=dtype.itemsize)
-    # Work row = (key block, group). Picks sorted by work row, then by their own order; -1 ids go to the end.
-    num_work_rows = len(blocks) * num_groups
-    group = torch.arange(num_groups, dtype=torch.int32, device=device)[None, :, None]
-    work_row = (first_block[:, None, None] + ids) * num_groups + group
-    work_row = torch.where(ids >= 0, work_row, num_work_rows).flatten()
-    sorted_rows, picks = torch.sort(work_row, stable=True)
-    borders = torch.arange(num_work_rows + 1, dtype=torch.int32, device=device)
-    pick_starts = torch.searchsorted(sorted_rows, borders)
-    chunk_ends = ((pick_starts.diff() + config.columns - 1) // config.columns).cumsum(0)
-    # The number of chunks is known on the device only; programs past it have no work row.
-    num_programs = len(picks) // config.columns + min(num_work_rows, len(picks))
-    work = torch.searchsorted(chunk_ends, torch.arange(num_programs, device=device), right=True, out_int32=True)
-    partial = torch.full((len(picks),), -torch.inf, dtype=torch.float32, device=device)
-    kernel._kept_lse_kernel[(num_programs,)](
-        index_query, index_key, picks, work, chunk_ends, pick_starts, blocks, positions, partial,
-        num_work_rows, index_dim**-0.5 * kernel.LOG2E.value, *index_query.stride(), *index_key.stride(),
+    index = build_reverse_index(
+        ids,
+        query_table,
+        len(block_table),
+        block_size=block_size,
+        query_chunk=num_rows,
+        item_queries=config.columns,
+    )
+    partial = torch.empty(ids.shape, dtype=torch.float32, device=device)
+    kernel._kept_lse_kernel[(index.max_items,)](
+        index_query, index_key, query_table, block_table, *index_arguments(index), partial,
+        len(block_table), index_dim**-0.5 * kernel.LOG2E.value, *index_query.stride()[:2], index_key.stride(0),
         NUM_GROUPS=num_groups, NUM_SELECTED=num_selected, INDEX_DIM=index_dim, BLOCK_SIZE=block_size,
-        ROWS=config.rows, CHUNK=config.columns, PRECISION=dot_precision(dtype), STAGES=config.num_stages,
-        num_warps=config.num_warps,
+        ROWS=config.rows, PRECISION=dot_precision(dtype), STAGES=config.num_stages, num_warps=config.num_warps,
     )  # fmt: skip
+    lse = torch.empty((num_rows, num_groups), dtype=torch.float32, device=device)
     merge_rows = 128
     kernel._merge_lse_kernel[(triton.cdiv(num_rows * num_groups, merge_rows),)](
-        partial, lse, num_rows * num_groups,
+        partial, ids, lse, num_rows * num_groups,
         NUM_SELECTED=num_selected, NUM_BEST=next_power_of_two(num_selected), ROWS=merge_rows,
     )  # fmt: skip
+    return lse
 
 
 def select_blocks_triton(
@@ -183,8 +179,7 @@ def select_blocks_triton(
         segments.cached(name + "_tiles", device, lambda: plan(0)),
         segments.cached(name + "_chunks", "cpu", lambda: plan(1)),
         key_tiles(segments, device, rows=block_size),
-        first_key_tile(segments, device, rows=block_size),
-        segments.positions(device),
+        *document_tables(segments, block_size, device),
         block_size,
         num_selected_blocks,
         init_blocks,

@@ -8,31 +8,25 @@ KINDS = ("index_query row {row} is not finite", "index_key row {row} is not fini
 
 
 class ScoreReport:
-    """Three words on the device: largest (row + 1) of each of KINDS, 0 for none. They stay set until they are raised.
+    """Three words: (row + 1) of a bad row of each of KINDS, 0 for none. They stay set until they are raised.
 
-    Every call copies them to pinned memory without waiting; a later call, or `raise_if_not_finite`, reads that copy.
-    So an error shows up one call late at the earliest, and the copy also works inside a CUDA graph. On the CPU the
-    words are read in the same call.
+    For a GPU they lie in pinned host memory, where kernels write them themselves, in a CUDA graph too, and only when
+    something is wrong. A later call, or `raise_if_not_finite`, reads them: an error shows up one call late at the
+    earliest. On the CPU they are read in the same call.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.words = torch.zeros(len(KINDS), dtype=torch.int64, device=device)
-        self._arrived = self.words if device.type == "cpu" else torch.zeros(len(KINDS), dtype=torch.int64).pin_memory()
-
-    def send(self) -> None:
-        """Copy the words to the host, in stream order."""
-        if self._arrived is not self.words:
-            self._arrived.copy_(self.words, non_blocking=True)
+        self.device = device
+        self.words = torch.zeros(len(KINDS), dtype=torch.int64, pin_memory=device.type == "cuda")
 
     def raise_if_arrived(self, op: str) -> None:
-        """Raise ValueError, and forget, if the last copy that arrived names a row."""
-        words = self._arrived.tolist()
+        """Raise ValueError, and forget, if a word names a row."""
+        words = self.words.tolist()
         if not any(words):
             return
-        if self.words.is_cuda:
-            torch.cuda.synchronize(self.words.device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         self.words.zero_()
-        self._arrived.zero_()
         found = "; ".join(kind.format(row=word - 1) for kind, word in zip(KINDS, words, strict=True) if word)
         raise ValueError(
             f"{op}: {found} (in this call or an earlier one). A non-finite score cannot be ranked: look for NaN or "
@@ -54,7 +48,6 @@ def raise_if_not_finite() -> None:
     """Wait for the GPUs and raise ValueError if any call so far met a visible index score that is not finite."""
     for device, report in _REPORTS.items():
         if device.type == "cuda":
-            report.send()
             torch.cuda.synchronize(device)
         report.raise_if_arrived("select_blocks")
 

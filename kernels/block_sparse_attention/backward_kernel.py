@@ -185,6 +185,9 @@ def _sparse_attention_bwd_kernel(
         # A product has at least 16 columns.
         COLUMNS: tl.constexpr = ROWS if ROWS // PLACES > 16 else 16
         STEP: tl.constexpr = ROWS // PLACES
+        # dV is not waited for: after dP it runs beside the arithmetic of dS. That takes registers, and only this case
+        # has them; the others spill more than they gain.
+        DP_FIRST: tl.constexpr = HEADS == PLACES and not TEACHER
         # Tiles with queries of this block, which need the causal mask, then the others.
         split = mask_end(start, end, local_end, STEP)
         for part in tl.static_range(2):
@@ -229,8 +232,11 @@ def _sparse_attention_bwd_kernel(
                         (total * (1.0 / (HEADS * TEACHER_UNIT))).to(teacher_ptr.dtype.element_ty),
                         mask=(is_query & (tl.arange(0, COLUMNS) < STEP))[None, :],
                     )
+                if DP_FIRST:
+                    dprobs = tl.dot(value, tl.trans(grad), input_precision=PRECISION)
                 dv += tl.dot(probs_low, grad, input_precision=PRECISION)
-                dprobs = tl.dot(value, tl.trans(grad), input_precision=PRECISION)
+                if not DP_FIRST:
+                    dprobs = tl.dot(value, tl.trans(grad), input_precision=PRECISION)
                 dscores = (probs * (dprobs - delta[None, :])).to(query.dtype)
                 dk += tl.dot(dscores, query, input_precision=PRECISION)
                 # [ROWS, HEAD_DIM]

@@ -48,9 +48,21 @@ def pair_rows(pairs_ptr, first, end, HEADS: tl.constexpr, PLACES: tl.constexpr, 
     """
     offs = tl.arange(0, ROWS)
     number = first + offs // PLACES
-    is_real = (number < end) & (offs < ROWS // PLACES * PLACES) & (offs % PLACES < HEADS)
+    head = offs % PLACES
+    is_real = (number < end) & (offs < ROWS // PLACES * PLACES) & (head < HEADS)
+    if HEADS < PLACES:
+        head = tl.where(head < HEADS, head, head - (PLACES - HEADS))
+        if HEADS % 2 == 0:  # so that two heads are read at a time
+            head = tl.max_contiguous(tl.multiple_of(head, 2), 2)
     pair = tl.load(pairs_ptr + tl.minimum(number, end - 1))
-    return is_real, pair, tl.minimum(offs % PLACES, HEADS - 1)
+    return is_real, pair, head
+
+
+@triton.jit
+def load_rows(ptr, pair, PER_QUERY: tl.constexpr, head, stride_t, stride_n, DIM: tl.constexpr):
+    """[rows, DIM]: the rows of a query tensor that belong to pairs and heads."""
+    address = (pair // PER_QUERY).to(tl.int64) * stride_t + head * stride_n
+    return tl.load(ptr + address[:, None] + tl.arange(0, DIM)[None, :])
 
 
 @triton.jit
@@ -134,26 +146,29 @@ def _sparse_attention_fwd_kernel(
         to_unit = tl.exp2(-unit)
         key_row = first_key + tl.arange(0, BLOCK_SIZE)
         offs_d = tl.arange(0, HEAD_DIM)
+        PER_QUERY: tl.constexpr = NUM_GROUPS * NUM_SELECTED
         # Tiles with queries of this block, which need the causal mask, then the others.
         STEP: tl.constexpr = ROWS // HEADS
         split = mask_end(start, end, local_end, STEP)
         for part in tl.static_range(2):
             first = start if part == 0 else split
             last = tl.minimum(split, end) if part == 0 else end
-            # A tile's pairs are read one tile ahead, as all its other reads wait for them.
+            # Queries are read one tile ahead into registers, and their pairs two ahead, as the addresses wait for them.
+            # Triton's own pipeline would read them at the end of the tile before and wait.
             next_real, next_pair, head = pair_rows(pairs_ptr, first, end, HEADS, HEADS, ROWS)
-            for number in tl.range(first, last, STEP, num_stages=STAGES):
-                is_real = next_real
-                pair = next_pair
-                next_real, next_pair, _head = pair_rows(pairs_ptr, number + STEP, end, HEADS, HEADS, ROWS)
-                query_row = pair // (NUM_GROUPS * NUM_SELECTED)
-                address = query_row.to(tl.int64) * stride_qt + (group * HEADS + head) * stride_qn
-                # [ROWS, HEAD_DIM]
-                query = tl.load(query_ptr + address[:, None] + offs_d[None, :])
+            next_query = load_rows(query_ptr, next_pair, PER_QUERY, group * HEADS + head, stride_qt, stride_qn, HEAD_DIM)
+            later_real, later_pair, _head = pair_rows(pairs_ptr, first + STEP, end, HEADS, HEADS, ROWS)
+            for number in tl.range(first, last, STEP, num_stages=1):
+                is_real, pair, query = next_real, next_pair, next_query
+                next_real, next_pair = later_real, later_pair
+                next_query = load_rows(
+                    query_ptr, next_pair, PER_QUERY, group * HEADS + head, stride_qt, stride_qn, HEAD_DIM
+                )
+                later_real, later_pair, _head = pair_rows(pairs_ptr, number + 2 * STEP, end, HEADS, HEADS, ROWS)
                 # [ROWS, BLOCK_SIZE]
                 scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
                 if part == 0:
-                    last_key = tl.load(query_table_ptr + query_row * 3 + 2)
+                    last_key = tl.load(query_table_ptr + (pair // PER_QUERY) * 3 + 2)
                     scores = tl.where(key_row[None, :] <= last_key[:, None], scores, float("-inf"))
                 largest = tl.max(scores, 1) * scale_log2
                 probs = tl.exp2(scores * scale_log2 - largest[:, None])

@@ -62,28 +62,24 @@ def _decode_scores_kernel(
             x = tl.where(visible[None, :], x, float("-inf"))
             tl.store(out_ptr + block, tl.max(x, axis=1), mask=mask_g)
         if tl.max(bad, axis=0) >= INFINITY_WORD:
-            tl.atomic_max(report_ptr + 2, sequence + 1)
+            tl.store(report_ptr + 2, sequence + 1)
 
 
 @triton.jit
 def _decode_rank_kernel(
     scores_ptr, lengths_ptr, best_ptr, num_blocks, num_parts,
     NUM_GROUPS: tl.constexpr, NUM_BEST: tl.constexpr, INIT_BLOCKS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    PART: tl.constexpr, COLUMNS: tl.constexpr, BITONIC: tl.constexpr,
+    PART: tl.constexpr, BITONIC: tl.constexpr,
 ):  # fmt: skip
     """One program per PART block scores of a (sequence, group): its NUM_BEST best rank keys."""
     pid = tl.program_id(0)
     row = (pid // num_parts).to(tl.int64)
     length = tl.load(lengths_ptr + row // NUM_GROUPS).to(tl.int32)
     num_visible = (length + BLOCK_SIZE - 1) // BLOCK_SIZE
-    first = (pid % num_parts) * PART
-    end = tl.minimum(first + PART, num_visible)
+    block = (pid % num_parts) * PART + tl.arange(0, PART)[None, :]
+    scores = tl.load(scores_ptr + row * num_blocks + block, mask=block < num_visible, other=0.0)
     best = tl.full((1, NUM_BEST), NOT_VISIBLE, dtype=tl.int64)
-    for start in range(first, end, COLUMNS):
-        block = start + tl.arange(0, COLUMNS)[None, :]
-        scores = tl.load(scores_ptr + row * num_blocks + block, mask=block < end, other=0.0)
-        keys = tl.where(block < end, _rank_keys(scores, block, num_visible, INIT_BLOCKS), NOT_VISIBLE)
-        best = _merge_top(best, keys, NUM_BEST, BITONIC)
+    best = _merge_top(best, _rank_keys(scores, block, num_visible, INIT_BLOCKS), NUM_BEST, BITONIC)
     tl.store(best_ptr + pid.to(tl.int64) * NUM_BEST + tl.arange(0, NUM_BEST)[None, :], best)
 
 

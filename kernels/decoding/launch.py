@@ -55,18 +55,20 @@ def _decode_attention(
     )  # fmt: skip
 
     rank = tile_config("decode_rank", device, head_dim=index_dim, itemsize=index_query.dtype.itemsize)
-    columns = 32  # keys looked at in one step; at least num_best
+    merge = tile_config("decode_merge", device, head_dim=index_dim, itemsize=index_query.dtype.itemsize)
     parts = triton.cdiv(num_blocks, rank.columns)
+    columns = min(merge.columns, next_power_of_two(max(parts, 2) * num_best))
     bitonic = device.type == "cuda"
     best = torch.empty((num_sequences, num_groups, parts * num_best), dtype=torch.int64, device=device)
     kernel._decode_rank_kernel[(num_sequences * num_groups * parts,)](
         scores, cache_lengths, best, num_blocks, parts,
         NUM_GROUPS=num_groups, NUM_BEST=num_best, INIT_BLOCKS=init_blocks, BLOCK_SIZE=block_size,
-        PART=rank.columns, COLUMNS=columns, BITONIC=bitonic, num_warps=rank.num_warps,
+        PART=rank.columns, BITONIC=bitonic, num_warps=rank.num_warps,
     )  # fmt: skip
     kernel._decode_merge_kernel[(num_sequences * num_groups,)](
         best, ids, parts * num_best,
-        NUM_SELECTED=num_selected, NUM_BEST=num_best, COLUMNS=columns, BITONIC=bitonic, num_warps=rank.num_warps,
+        NUM_SELECTED=num_selected, NUM_BEST=num_best, COLUMNS=columns, BITONIC=bitonic,
+        num_warps=max(1, merge.num_warps * columns // merge.columns),
     )  # fmt: skip
 
     shape = (num_sequences, num_groups, num_selected, heads)
@@ -82,7 +84,6 @@ def _decode_attention(
         partial, partial_lse, output, lse,
         NUM_SELECTED=num_selected, NUM_SLOTS=num_best, HEADS=heads, HEAD_DIM=head_dim,
     )  # fmt: skip
-    report.send()
     if device.type == "cpu":
         report.raise_if_arrived("decode_attention")
     return output, lse, ids

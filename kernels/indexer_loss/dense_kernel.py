@@ -14,6 +14,8 @@ Example: a document of 200 tokens in tiles of 128 x 128: the second query tile (
 import triton
 import triton.language as tl
 
+from ..fast_math import fast_log2
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -123,8 +125,8 @@ def _dense_kl_fwd_kernel(
         # [BLOCK_M, BLOCK_N], log2 of the student without its sum
         x = tl.dot(iq_tile, ik_tile, input_precision=INDEX_PRECISION)
         x = (x * index_scale + (x * index_scale_rest - largest[:, None])) * LOG2E
-        log_ratio = tl.log2(tl.where(probs > 0.0, probs, 1.0)) - x + log_total[:, None]
-        kl += tl.sum(tl.where(probs > 0.0, probs * log_ratio, 0.0), axis=1)
+        log_ratio = fast_log2(tl.maximum(probs, 1e-37), EXACT=PRECISION == "ieee") - x + log_total[:, None]
+        kl += tl.sum(probs * log_ratio, axis=1)
         if WITH_GRADIENT:
             d_score = (tl.where(visible, tl.exp2(x) * (1.0 / total)[:, None], 0.0) - probs) * DS_SCALE
             d_unit = _dot_in_two(d_score, tl.trans(ik_tile), d_unit, INDEX_PRECISION, SPLIT)

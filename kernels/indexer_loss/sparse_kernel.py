@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 
 from ..block_sparse_attention.backward_kernel import TEACHER_UNIT, add_or_put, kept_blocks, slot_unit
-from ..block_sparse_attention.kernel import find_item, head_rows, load_block, pair_rows
+from ..block_sparse_attention.kernel import find_item, head_rows, load_block, load_rows, pair_rows
+from ..fast_math import fast_log2
 
 
 @triton.jit
@@ -102,7 +103,7 @@ def _sparse_kl_fwd_kernel(
                 scores = tl.where(is_visible, scores, float("-inf"))
             largest = tl.max(scores, 1)
             slot_lse = largest + tl.log2(tl.sum(tl.exp2(scores - largest[:, None]), 1))
-            log_ratio = tl.log2(tl.maximum(teacher, 1e-37)) - scores
+            log_ratio = fast_log2(tl.maximum(teacher, 1e-37), EXACT=PRECISION == "ieee") - scores
             cross = tl.sum(tl.where(teacher > 0.0, teacher * log_ratio, 0.0), 1)
             place = (pair - first_pair).to(tl.int64)
             tl.store(slot_lse_ptr + place, slot_lse, mask=is_real)
@@ -210,7 +211,7 @@ def _sparse_kl_bwd_kernel(
     item_row_ptr,
     chunk_item_ptr,
     dq_partial_ptr,
-    slot_kl_ptr,
+    item_kl_ptr,
     dk_ptr,
     dk_slot_ptr,
     chunk,
@@ -232,6 +233,7 @@ def _sparse_kl_bwd_kernel(
     INDEX_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     SAVED_TEACHER: tl.constexpr,
+    MEASURE: tl.constexpr,
     ROWS: tl.constexpr,
     PRECISION: tl.constexpr,
     INDEX_PRECISION: tl.constexpr,
@@ -240,7 +242,7 @@ def _sparse_kl_bwd_kernel(
     """One program per item. With D = P_idx - P: dK, and of each pair the sum over keys D_j k_j.
 
     The row's weight (its upstream gradient, scaled to at most 1) enters dK here and dQ in the sum over slots. With
-    SAVED_TEACHER, P comes from memory, and of each pair sum P (log P - log P_idx), in nats, goes there.
+    SAVED_TEACHER, P comes from memory; with MEASURE, each program leaves its sum of weight P (log P - log P_idx).
     """
     row, start, end, local_end, item = find_item(
         row_start_ptr, local_end_ptr, row_item_ptr, item_row_ptr, chunk_item_ptr, chunk
@@ -253,50 +255,58 @@ def _sparse_kl_bwd_kernel(
         if not SAVED_TEACHER:
             key = load_block(key_ptr, first_key, num_keys, group, stride_kt, stride_kg, BLOCK_SIZE, HEAD_DIM)
         index_key = load_block(index_key_ptr, first_key, num_keys, 0, stride_ikt, 0, BLOCK_SIZE, INDEX_DIM)
-        offs_i = tl.arange(0, INDEX_DIM)[None, :]
         centred = load_block(centred_ptr, first_key, num_keys, 0, INDEX_DIM, 0, BLOCK_SIZE, INDEX_DIM)
         dk = tl.zeros((BLOCK_SIZE, INDEX_DIM), dtype=tl.float32)
+        # Of a row's 128 columns a thread holds two in each eight of one half: sums over those stay within it.
+        HALVES: tl.constexpr = 2 if BLOCK_SIZE > 64 else 1
+        kl = tl.zeros((ROWS, HALVES, 8), dtype=tl.float32)
+        offs_i = tl.arange(0, INDEX_DIM)[None, :]
         offs_k = tl.arange(0, BLOCK_SIZE)
-        for i in tl.range(start, end, ROWS, num_stages=STAGES if SAVED_TEACHER else 1):
-            is_real, pair, _head = pair_rows(pairs_ptr, i, end, 1, 1, ROWS)
-            query_row = (pair // (NUM_GROUPS * NUM_SELECTED)).to(tl.int64)
-            place = (pair - first_pair).to(tl.int64)
-            # [ROWS, BLOCK_SIZE]
+        PER_QUERY: tl.constexpr = NUM_GROUPS * NUM_SELECTED
+        # A tile's pairs are read one tile ahead, as all its other reads wait for them.
+        next_real, next_pair, _head = pair_rows(pairs_ptr, start, end, 1, 1, ROWS)
+        for number in tl.range(start, end, ROWS, num_stages=STAGES if SAVED_TEACHER else 1):
+            is_real, pair = next_real, next_pair
+            next_real, next_pair, _head = pair_rows(pairs_ptr, number + ROWS, end, 1, 1, ROWS)
+            index_query = load_rows(index_query_ptr, pair, PER_QUERY, group, stride_iqt, stride_iqg, INDEX_DIM)
             if SAVED_TEACHER:
-                address = teacher_ptr + place[:, None] * BLOCK_SIZE + offs_k[None, :]
-                saved = tl.load(address, mask=is_real[:, None], other=0.0)
-                teacher = saved.to(tl.float32) * TEACHER_UNIT
-            else:
-                teacher = teacher_tile(
-                    query_ptr, lse_ptr, key, query_row, group, is_real, stride_qt, stride_qn, scale_log2,
-                    NUM_GROUPS, HEADS, HEAD_DIM, BLOCK_SIZE, ROWS, PRECISION, STAGES,
-                )  # fmt: skip
-            index_query = tl.load(index_query_ptr + (query_row * stride_iqt + group * stride_iqg)[:, None] + offs_i)
+                teacher = load_rows(teacher_ptr, pair - first_pair, 1, 0, BLOCK_SIZE, 0, BLOCK_SIZE)
+                teacher = teacher.to(tl.float32) * TEACHER_UNIT  # 0 for hidden tokens
+            place = pair // PER_QUERY * NUM_GROUPS + group
+            index_lse, unit = tl.load(index_lse_ptr + place), tl.load(unit_ptr + place)
+            weight = tl.load(weight_ptr + place, mask=is_real, other=0.0)
+            # [ROWS, BLOCK_SIZE]; rows that only fill the tile up have weight 0
             scores = tl.dot(index_query, tl.trans(index_key), input_precision=INDEX_PRECISION) * index_scale_log2
-            row_place = query_row * NUM_GROUPS + group
-            index_lse = tl.load(index_lse_ptr + row_place, mask=is_real, other=float("inf")) * 1.4426950408889634
-            weight = tl.load(weight_ptr + row_place)
-            log_student = scores - index_lse[:, None]
+            if not SAVED_TEACHER:
+                teacher = teacher_tile(
+                    query_ptr, lse_ptr, key, (pair // PER_QUERY).to(tl.int64), group, is_real, stride_qt, stride_qn,
+                    scale_log2, NUM_GROUPS, HEADS, HEAD_DIM, BLOCK_SIZE, ROWS, PRECISION, STAGES,
+                )  # fmt: skip
+            log_student = scores - (index_lse * 1.4426950408889634)[:, None]
             difference = tl.exp2(log_student) - teacher
-            if i < local_end:
-                last_key = tl.load(query_table_ptr + query_row * 3 + 2)
-                difference = tl.where((first_key + offs_k)[None, :] <= last_key[:, None], difference, 0.0)
-            if SAVED_TEACHER:
-                log_ratio = tl.log2(tl.maximum(teacher, 1e-37)) - log_student
-                kl = tl.sum(tl.where(teacher > 0.0, teacher * log_ratio, 0.0), 1) * 0.6931471805599453
-                tl.store(slot_kl_ptr + pair, kl, mask=is_real)
+            if number < local_end:
+                last_key = tl.load(query_table_ptr + (pair // PER_QUERY) * 3 + 2)
+                is_visible = (first_key + offs_k)[None, :] <= last_key[:, None]
+                difference = tl.where(is_visible, difference, 0.0)
+                if not SAVED_TEACHER:
+                    teacher = tl.where(is_visible, teacher, 0.0)
+            if MEASURE:
+                # 0 where P is: a student's logarithm is finite.
+                log_ratio = fast_log2(tl.maximum(teacher, 1e-37), EXACT=INDEX_PRECISION == "ieee") - log_student
+                terms = teacher * weight[:, None] * log_ratio
+                kl += tl.sum(tl.reshape(terms, (ROWS, HALVES, BLOCK_SIZE // HALVES // 8, 8)), 2)
             weighted = (difference * weight[:, None]).to(index_query.dtype)
-            dk += tl.dot(tl.trans(weighted), index_query, input_precision=INDEX_PRECISION)
             # Weights that differ by orders would cost the row's own dQ bits.
-            difference = difference.to(index_query.dtype)
-            dq = tl.dot(difference, centred, input_precision=INDEX_PRECISION)
-            dq *= (1.0 / tl.load(unit_ptr + row_place))[:, None]
+            dq = tl.dot(difference.to(index_query.dtype), centred, input_precision=INDEX_PRECISION)
+            dk += tl.dot(tl.trans(weighted), index_query, input_precision=INDEX_PRECISION)
             tl.store(
-                dq_partial_ptr + place[:, None] * INDEX_DIM + offs_i,
-                dq.to(dq_partial_ptr.dtype.element_ty),
+                dq_partial_ptr + (pair - first_pair).to(tl.int64)[:, None] * INDEX_DIM + offs_i,
+                (dq * (1.0 / unit)[:, None]).to(dq_partial_ptr.dtype.element_ty),
                 mask=is_real[:, None],
                 cache_modifier=".cs",
             )
+        if MEASURE:
+            tl.store(item_kl_ptr + tl.program_id(0), tl.sum(tl.sum(tl.sum(kl, 2), 1), 0) * 0.6931471805599453)
         first_item = tl.load(row_item_ptr + row)
         is_only = tl.load(row_item_ptr + row + 1) - first_item == 1
         slot = tl.load(row_slot_ptr + row) + item - first_item

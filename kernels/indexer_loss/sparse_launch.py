@@ -150,24 +150,13 @@ def _sparse_indexer_kl_backward(
     softmax_scale: float,
     query_chunk: int,
 ) -> tuple[Tensor, Tensor]:
-    index_query, index_key, query, key = (unit_stride(x) for x in (index_query, index_key, query, key))
-    lse, grad = lse.to(torch.float32).contiguous(), grad.to(torch.float32)
+    index_query, index_key, grad = unit_stride(index_query), unit_stride(index_key), grad.to(torch.float32)
     # A power of two that brings the weights to at most 1, for the 16-bit product.
     unit = grad.abs().amax().clamp(min=1e-30).log2().ceil().exp2()
     tables = (block_indices, query_table, block_table)
-    gradient = IndexGradient(index_query, index_key, index_lse, grad / unit, unit, *tables, block_size)
+    gradient = IndexGradient(index_query, index_key, index_lse, grad / unit, unit, *tables, block_size, measure=False)
     if block_table.shape[0]:
-        tile = tile_for("sparse_kl_bwd", index_query, key.shape[1])
-        index = build_reverse_index(
-            block_indices,
-            query_table,
-            block_table.shape[0],
-            block_size=block_size,
-            query_chunk=query_chunk,
-            item_queries=tile.columns,
-        )
-        for chunk, (first_query, num_queries) in enumerate(chunk_ranges(index, block_indices.shape[0])):
-            gradient.add(index, chunk, first_query, num_queries, (query, key, lse, softmax_scale))
+        gradient.add_all((query, key, lse, softmax_scale), query_chunk)
     return gradient.result()
 
 
