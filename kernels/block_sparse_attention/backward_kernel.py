@@ -40,13 +40,39 @@ def slot_unit(size):
 
 
 @triton.jit(do_not_specialize=["num_queries"])
-def _delta_kernel(
-    output_ptr,
-    grad_ptr,
+def _row_sizes_kernel(
     value_size_ptr,
     key_size_ptr,
     block_indices_ptr,
     query_table_ptr,
+    row_size_ptr,
+    num_queries,
+    stride_it,
+    stride_ig,
+    stride_ik,
+    NUM_GROUPS: tl.constexpr,
+    NUM_SELECTED: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Largest value size and key size [t_q, g, 2] among the blocks of ROWS (query, group) rows."""
+    mask, row, query_row, group, first_block, position = head_rows(0, num_queries, query_table_ptr, NUM_GROUPS, 1, ROWS)
+    place, is_used, _ = kept_blocks(
+        block_indices_ptr, query_row, group, group, first_block, position, mask,
+        stride_it, stride_ig, stride_ik, NUM_GROUPS, NUM_SELECTED, SLOTS, BLOCK_SIZE,
+    )  # fmt: skip
+    value_size = tl.max(tl.load(value_size_ptr + place, mask=is_used, other=-100.0), 1)
+    key_size = tl.max(tl.load(key_size_ptr + place, mask=is_used, other=-100.0), 1)
+    tl.store(row_size_ptr + 2 * row, value_size, mask=mask)
+    tl.store(row_size_ptr + 2 * row + 1, key_size, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_queries"])
+def _delta_kernel(
+    output_ptr,
+    grad_ptr,
+    row_size_ptr,
     delta_ptr,
     unit_ptr,
     num_queries,
@@ -54,21 +80,16 @@ def _delta_kernel(
     stride_on,
     stride_gt,
     stride_gn,
-    stride_it,
-    stride_ig,
-    stride_ik,
     NUM_GROUPS: tl.constexpr,
-    NUM_SELECTED: tl.constexpr,
-    SLOTS: tl.constexpr,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """delta = <output, grad> of each (query, head), and the unit of its slots of dQ."""
-    mask, row, query_row, head, first_block, position = head_rows(
-        0, num_queries, query_table_ptr, NUM_GROUPS, HEADS, ROWS
-    )
+    """delta = <output, grad> of ROWS (query, head) rows, and the unit of their slots of dQ."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    mask = row < num_queries.to(tl.int64) * (NUM_GROUPS * HEADS)
+    query_row = row // (NUM_GROUPS * HEADS)
+    head = row % (NUM_GROUPS * HEADS)
     offs_d = tl.arange(0, HEAD_DIM)[None, :]
     output = tl.load(
         output_ptr + (query_row * stride_ot + head * stride_on)[:, None] + offs_d, mask=mask[:, None], other=0.0
@@ -77,13 +98,9 @@ def _delta_kernel(
         grad_ptr + (query_row * stride_gt + head * stride_gn)[:, None] + offs_d, mask=mask[:, None], other=0.0
     ).to(tl.float32)
     delta = tl.sum(output * grad, 1)
-    group = head // HEADS
-    place, is_used, _ = kept_blocks(
-        block_indices_ptr, query_row, group, group, first_block, position, mask,
-        stride_it, stride_ig, stride_ik, NUM_GROUPS, NUM_SELECTED, SLOTS, BLOCK_SIZE,
-    )  # fmt: skip
-    value_size = tl.max(tl.load(value_size_ptr + place, mask=is_used, other=-100.0), 1)
-    key_size = tl.max(tl.load(key_size_ptr + place, mask=is_used, other=-100.0), 1)
+    place = 2 * (query_row * NUM_GROUPS + head // HEADS)
+    value_size = tl.load(row_size_ptr + place, mask=mask, other=0.0)
+    key_size = tl.load(row_size_ptr + place + 1, mask=mask, other=0.0)
     # |dS (K - c)| <= max |k - c| (max |v| sum |grad| + |delta|), each at most a power of two.
     grad_size = tl.ceil(tl.log2(tl.maximum(tl.sum(tl.abs(grad), 1), 1e-30)))
     delta_size = tl.ceil(tl.log2(tl.maximum(tl.abs(delta), 1e-30)))

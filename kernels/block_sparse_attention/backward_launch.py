@@ -7,7 +7,13 @@ import triton
 from torch import Tensor
 
 from ..triton_support import dot_precision, next_power_of_two, unit_stride
-from .backward_kernel import _delta_kernel, _dq_kernel, _sparse_attention_bwd_kernel, _sum_slots_kernel
+from .backward_kernel import (
+    _delta_kernel,
+    _dq_kernel,
+    _row_sizes_kernel,
+    _sparse_attention_bwd_kernel,
+    _sum_slots_kernel,
+)
 from .launch_support import centre_keys, chunk_ranges, index_arguments, partial_dtype, tile_for, value_sizes
 from .reverse_index import ReverseIndex, build_reverse_index
 
@@ -54,31 +60,36 @@ def sparse_backward(
         query_chunk=query_chunk,
         item_queries=tile.columns,
     )
-    rows = dict(
-        NUM_GROUPS=num_groups,
-        NUM_SELECTED=num_selected,
-        SLOTS=next_power_of_two(num_selected),
-        HEADS=heads,
-        HEAD_DIM=head_dim,
-        BLOCK_SIZE=block_size,
-        ROWS=combine.rows,
-        num_warps=combine.num_warps,
+    blocks = dict(
+        NUM_GROUPS=num_groups, NUM_SELECTED=num_selected, SLOTS=next_power_of_two(num_selected), BLOCK_SIZE=block_size
+    )
+    heads_of_rows = dict(HEADS=heads, HEAD_DIM=head_dim, ROWS=combine.rows, num_warps=combine.num_warps)
+    row_size = lse.new_empty((num_queries, num_groups, 2))
+    group_rows = tile_for("kl_rows", query, num_groups)
+    _row_sizes_kernel[(triton.cdiv(num_queries * num_groups, group_rows.rows),)](
+        value_size,
+        key_size,
+        block_indices,
+        query_table,
+        row_size,
+        num_queries,
+        *block_indices.stride(),
+        **blocks,
+        ROWS=group_rows.rows,
+        num_warps=group_rows.num_warps,
     )
     delta, unit = (torch.empty_like(lse) for _ in range(2))
     _delta_kernel[(triton.cdiv(lse.numel(), combine.rows),)](
         output,
         grad,
-        value_size,
-        key_size,
-        block_indices,
-        query_table,
+        row_size,
         delta,
         unit,
         num_queries,
         *output.stride()[:2],
         *grad.stride()[:2],
-        *block_indices.stride(),
-        **rows,
+        NUM_GROUPS=num_groups,
+        **heads_of_rows,
     )
     chunk_rows = min(query_chunk, num_queries)
     partial = query.new_empty((chunk_rows, num_groups, num_selected, heads, head_dim), dtype=partial_dtype(query.dtype))
@@ -141,7 +152,8 @@ def sparse_backward(
             softmax_scale,
             *block_indices.stride(),
             STAGES=combine.num_stages,
-            **rows,
+            **blocks,
+            **heads_of_rows,
         )
         if on_teacher is not None:
             on_teacher(index, chunk, first_query, chunk_queries, teacher)

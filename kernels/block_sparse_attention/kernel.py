@@ -156,7 +156,9 @@ def _sparse_attention_fwd_kernel(
             # Queries are read one tile ahead into registers, and their pairs two ahead, as the addresses wait for them.
             # Triton's own pipeline would read them at the end of the tile before and wait.
             next_real, next_pair, head = pair_rows(pairs_ptr, first, end, HEADS, HEADS, ROWS)
-            next_query = load_rows(query_ptr, next_pair, PER_QUERY, group * HEADS + head, stride_qt, stride_qn, HEAD_DIM)
+            next_query = load_rows(
+                query_ptr, next_pair, PER_QUERY, group * HEADS + head, stride_qt, stride_qn, HEAD_DIM
+            )
             later_real, later_pair, _head = pair_rows(pairs_ptr, first + STEP, end, HEADS, HEADS, ROWS)
             for number in tl.range(first, last, STEP, num_stages=1):
                 is_real, pair, query = next_real, next_pair, next_query
