@@ -83,12 +83,13 @@ class TorchAdamDistributedOptimizer(DistributedOptimizer):
 
 
 def wrap_with_ddp(chunks: Sequence[nn.Module]) -> list[DistributedDataParallel]:
-    """Megatron's DDP around each model chunk: fp32 gradient buffers, reduced once a step."""
+    """Megatron's DDP around each model chunk: fp32 gradient buffers, reduced once a step.
+
+    Megatron's trainer passes `disable_bucketing` for all chunks but the first. Without overlap nothing is cut into
+    buckets anyway, and it would put the bf16 and the fp32 weights into one gather, of which gloo mixes up the bytes.
+    """
     config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
-    wrapped = [
-        DistributedDataParallel(chunk.config, config, chunk, disable_bucketing=order > 0)
-        for order, chunk in enumerate(chunks)
-    ]
+    wrapped = [DistributedDataParallel(chunk.config, config, chunk) for chunk in chunks]
     for chunk in wrapped:
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
             _count_padding_between_buckets(buffer)

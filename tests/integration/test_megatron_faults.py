@@ -76,6 +76,22 @@ def test_padding_between_buckets_shifts_the_saved_state(rig, tiny_config):
     assert ends == {ours.numel_unpadded} and shipped.numel_unpadded < ours.numel_unpadded
 
 
+def test_one_gather_of_bf16_and_fp32_weights_mixes_them_up(rig, tiny_config):
+    """On gloo, in all model chunks but the first as Megatron's trainer wraps them. Remedy: wrap_with_ddp."""
+
+    def changed(chunk):
+        before = {name: weight.detach().clone() for name, weight in chunk.named_parameters()}
+        chunk.start_param_sync()  # as behind every step; alone in its world, a rank gathers what it has
+        return [name for name, weight in chunk.named_parameters() if not torch.equal(weight, before[name])]
+
+    config = tiny_config("training.precision=bf16")
+    rig(config)  # a world
+    settings = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+    first, second, shipped = (build_model(config.spec, 20)[0] for _ in range(3))
+    assert changed(DistributedDataParallel(shipped.config, settings, shipped, disable_bucketing=True))
+    assert not any(map(changed, optim.wrap_with_ddp([first, second])))
+
+
 def test_groups_without_an_identifier_of_their_own_are_merged_by_a_load(rig, tiny_config, monkeypatch):
     """Remedy: INDEXER_TAG. Without it the backbone's groups come back with the index branch's rate."""
     monkeypatch.setattr(optim, "INDEXER_TAG", 1.0)
