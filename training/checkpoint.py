@@ -181,8 +181,28 @@ def compare_weights(
 
     Keys for which `may_lack` holds may be absent from the checkpoint, all or none of them; returns those that are.
     """
+    absent, misfit = _compare(path, model, "model.", may_lack)
+    if misfit:
+        raise CheckpointError(
+            f"{path} does not fit the model. {misfit} Use the model, attention and moe settings of its config."
+        )
+    return absent
+
+
+def compare_optimizer(path: Path, state: dict[str, Any]) -> None:
+    """The same for the optimizer's fp32 weights and moments in `state`, of which none may be absent."""
+    _, misfit = _compare(path, state, "optimizer.", lambda key: False)
+    if misfit:
+        raise CheckpointError(
+            f"The optimizer in {path} does not fit the weights there. {misfit} Use training.init_optimizer=reset, or "
+            "another checkpoint."
+        )
+
+
+def _compare(path: Path, state: dict[str, Any], prefix: str, may_lack: Callable[[str], bool]) -> tuple[list[str], str]:
+    """Keys that are absent and may be; and in words what differs otherwise, empty if nothing does."""
     wanted: dict[str, tuple[int, ...] | None] = {}
-    for value in nested_values(model):
+    for value in nested_values(state):
         if isinstance(value, ShardedTensor):
             wanted[value.key] = tuple(value.global_shape)
         elif isinstance(value, ShardedTensorFactory):
@@ -190,8 +210,7 @@ def compare_weights(
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, wanted)
     wanted = {key: shape for rank in everywhere for key, shape in rank.items()}
-    metadata = dist_checkpointing.load_tensors_metadata(str(path))
-    stored = {key: tuple(value.global_shape) for key, value in metadata.items() if key.startswith("model.")}
+    stored = {key: shape for key, shape in stored_shapes(path).items() if key.startswith(prefix)}
     absent, unused = sorted(wanted.keys() - stored.keys()), sorted(stored.keys() - wanted.keys())
     allowed = sorted(filter(may_lack, wanted))
     if not set(allowed) <= set(absent):
@@ -202,12 +221,15 @@ def compare_weights(
         for key, shape in sorted(wanted.items())
         if shape is not None and key in stored and stored[key] != shape
     ]
-    if absent or unused or other_shape:
-        raise CheckpointError(
-            f"{path} does not fit the model. It lacks {some(absent)}; it has {some(unused)} besides; of other shape: "
-            f"{some(other_shape)}. Use the model, attention and moe settings of its config."
-        )
-    return allowed
+    if not (absent or unused or other_shape):
+        return allowed, ""
+    return allowed, f"It lacks {some(absent)}; it has {some(unused)} besides; of other shape: {some(other_shape)}."
+
+
+def stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Global shape of every tensor in the checkpoint."""
+    metadata = dist_checkpointing.load_tensors_metadata(str(path))
+    return {key: tuple(value.global_shape) for key, value in metadata.items()}
 
 
 def some(names: list[str]) -> str:

@@ -271,6 +271,8 @@ def _init_from(config: TrainConfig) -> Iterator[str]:
             f"training.init_from ({training.init_from}) has no effect beside training.resume ({training.resume}), "
             "which brings all weights. Leave one out."
         )
+    if training.init_optimizer.name == "keep" and not training.init_from:
+        yield "training.init_optimizer=keep needs a checkpoint to keep it from. Set training.init_from, or use reset."
     if attention.indexer_init is IndexerInit.random:
         return
     if attention.kind is AttentionKind.dense:

@@ -26,6 +26,7 @@ from ..model.config import (
 from .checks import cross_check, split_source
 from .curriculum import Stage, stages_of
 
+InitOptimizer = Enum("InitOptimizer", ["reset", "keep"])
 Schedule = Enum("Schedule", ["cosine", "wsd"])
 WandbMode = Enum("WandbMode", ["online", "offline", "off"])
 # The sections that make a model.
@@ -75,6 +76,9 @@ class TrainingConfig:
     init_from: str = ""
     """Weights of a new run: a checkpoint, or the `checkpoints` folder of another run. Only index branches may be
     missing there (continued pretraining of a dense model). A run with a checkpoint of its own continues from that."""
+    init_optimizer: InitOptimizer = InitOptimizer.reset
+    """What `init_from` brings beside weights: nothing (`reset`), or (`keep`) the optimizer's fp32 weights, moments and
+    Adam steps, while index parameters that are new start at step 0. Rates, tokens and data start at 0 with either."""
     eval_every: int
     """Steps between validations; one more at the end and two at the warm-up -> sparse switch. 0: none."""
     eval_samples: int

@@ -3,7 +3,7 @@
 from ..model.config import ModelSpec
 from ..model.flops import step_flops
 from ..model.parameters import count_parameters, index_parameters
-from .config import TrainConfig, to_dict, to_yaml
+from .config import InitOptimizer, TrainConfig, to_dict, to_yaml
 from .curriculum import Stage
 from .phases import phase_at
 from .planner.memory import GIB
@@ -34,6 +34,7 @@ def report(config: TrainConfig, world_size: int) -> str:
         *([("  MTP layers", f"{counts.mtp:,}")] if counts.mtp else []),
         ("  embedding + head", f"{counts.embedding + counts.head:,}"),
         ("  experts", f"{counts.experts:,}"),
+        *start_rows(config),
         ("tokens per step", f"{config.tokens_per_step:,}"),
         *((f"  from token {stage.first_token:,}", stage_words(stage)) for stage in config.stages if stage.key),
         ("steps", f"{config.total_steps:,}"),
@@ -45,6 +46,18 @@ def report(config: TrainConfig, world_size: int) -> str:
     width = max(len(label) for label, _ in rows)
     table = "\n".join(f"{label:<{width}}  {value}" for label, value in rows)
     return f"{to_yaml(redact(to_dict(config)))}\n{table}"
+
+
+def start_rows(config: TrainConfig) -> list[tuple[str, str]]:
+    """What a new run brings along from another one's checkpoint."""
+    training = config.training
+    if not training.init_from:
+        return []
+    if training.init_optimizer is InitOptimizer.reset:
+        optimizer = "reset: all moments start at zero"
+    else:
+        optimizer = "kept: fp32 weights, moments and Adam steps; a new index branch starts at step 0"
+    return [("weights from", training.init_from), ("  optimizer", optimizer)]
 
 
 def stage_words(stage: Stage) -> str:

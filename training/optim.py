@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from megatron.core.optimizer import (
 )
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
@@ -32,16 +34,37 @@ INDEXER_TAG, FP32_TAG = 2.0, 3.0
 CLIP_GROUPS = ("backbone", "indexer")
 
 
-class TorchAdamDistributedOptimizer(DistributedOptimizer):
-    """Megatron 0.16.1's distributed optimizer with torch's Adam, able to save before its first step and to resume.
+class GroupStepsDistributedOptimizer(DistributedOptimizer):
+    """Megatron 0.16.1's distributed optimizer, whose groups count Adam's steps each for itself, in `group["step"]`.
 
-    torch creates Adam's state in the first step, Megatron asks for it before; Megatron's load hands one shared step
-    tensor to all parameters, so that each would advance every other's; and its save reads the number of steps off some
-    parameter, of which the experts' optimizer has none on a stage without experts. Goes when all are fixed upstream.
+    Index parameters that join an optimizer with a past begin at step 0, while the backbone's bias correction goes on;
+    Megatron saves one step for all groups and refuses several. A group without parameters on this rank counts like the
+    others: a checkpoint takes the first rank's groups, where Megatron looks the step up at a parameter, and Transformer
+    Engine counts only groups that have some. So does the experts' optimizer on a stage without experts.
     """
 
-    num_steps = 0.0
-    """Steps that were applied: what a parameter's own count says, where there is a parameter."""
+    def step_with_ready_grads(self) -> bool:
+        groups = self.optimizer.param_groups
+        steps = [group.get("step", 0) + 1 for group in groups]
+        applied = super().step_with_ready_grads()
+        for group, step in zip(groups, steps, strict=True):
+            group["step"] = step
+        return applied
+
+    def state_dict(self) -> dict:
+        """What is not kept by parameter: of each group its settings and its steps."""
+        groups = [{"step": 0, **group} for group in self.optimizer.param_groups]
+        for group in groups:
+            del group["params"]
+        return {"optimizer": {"param_groups": groups}}
+
+
+class TorchAdamDistributedOptimizer(GroupStepsDistributedOptimizer):
+    """The same with torch's Adam, able to save before its first step and to resume.
+
+    torch creates Adam's state in the first step, Megatron asks for it before; and Megatron's load hands one shared step
+    tensor to all parameters, so that each would advance every other's. Goes when both are fixed upstream.
+    """
 
     def _ensure_state(self) -> None:
         for group in self.optimizer.param_groups:
@@ -53,25 +76,21 @@ class TorchAdamDistributedOptimizer(DistributedOptimizer):
                         exp_avg_sq=torch.zeros_like(parameter),
                     )
 
-    def step_with_ready_grads(self) -> bool:
-        self.num_steps += 1
-        return super().step_with_ready_grads()
-
     def state_dict(self) -> dict:
         self._ensure_state()
-        if self.optimizer.state:
-            return super().state_dict()
-        groups = [dict(group, step=self.num_steps) for group in self.optimizer.state_dict()["param_groups"]]
-        for group in groups:
-            del group["params"]
-        return {"optimizer": {"param_groups": groups}}
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict) -> None:
-        self.num_steps = state_dict["optimizer"]["param_groups"][0]["step"]
         self._ensure_state()
-        super().load_state_dict(state_dict)
-        for state in self.optimizer.state.values():
-            state["step"] = state["step"].clone()
+        saved = state_dict["optimizer"]["param_groups"]
+        steps = {_identifier(group): int(group["step"]) for group in saved}
+        # one step for all is what Megatron insists on; every group's own follows
+        groups = {"param_groups": [{**group, "step": 0} for group in saved]}
+        super().load_state_dict({**state_dict, "optimizer": groups})
+        for group in self.optimizer.param_groups:
+            group["step"] = steps[_identifier(group)]
+            for parameter in group["params"]:
+                self.optimizer.state[parameter]["step"] = torch.tensor(float(group["step"]))
 
     @torch.no_grad()
     def _set_main_param_and_optimizer_states(self, model_param: nn.Parameter, tensors: dict[str, Tensor]) -> None:
@@ -82,13 +101,25 @@ class TorchAdamDistributedOptimizer(DistributedOptimizer):
                 value.copy_(tensors[name])
 
 
+class GroupStepsChainedOptimizer(ChainedOptimizer):
+    """Megatron's chain of optimizers, without its check that all their groups are at one step."""
+
+    def _synchronize_steps(self) -> None:
+        """Nothing: `GroupStepsDistributedOptimizer` keeps the steps of its groups itself."""
+
+
+# By these keys alone Megatron finds the group of a checkpoint that belongs to one of ours.
+_identifier = itemgetter(*param_group_identifier_keys)
+
+
 def wrap_with_ddp(chunks: Sequence[nn.Module]) -> list[DistributedDataParallel]:
-    """Megatron's DDP around each model chunk: fp32 gradient buffers, reduced once a step."""
+    """Megatron's DDP around each model chunk: fp32 gradient buffers, reduced once a step.
+
+    Megatron's trainer passes `disable_bucketing` for all chunks but the first. Without overlap nothing is cut into
+    buckets anyway, and it would put the bf16 and the fp32 weights into one gather, of which gloo mixes up the bytes.
+    """
     config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
-    wrapped = [
-        DistributedDataParallel(chunk.config, config, chunk, disable_bucketing=order > 0)
-        for order, chunk in enumerate(chunks)
-    ]
+    wrapped = [DistributedDataParallel(chunk.config, config, chunk) for chunk in chunks]
     for chunk in wrapped:
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
             _count_padding_between_buckets(buffer)
@@ -130,9 +161,11 @@ def build_optimizer(chunks: list[DistributedDataParallel], spec: ModelSpec, opti
         params_dtype=DTYPES[spec.precision],
     )
     optimizer = get_megatron_optimizer(config, chunks, config_overrides=group_overrides(config, optim))
+    optimizer.__class__ = GroupStepsChainedOptimizer
     for part in optimizer.chained_optimizers:
-        if not part.is_stub_optimizer and isinstance(part.optimizer, torch.optim.AdamW):
-            part.__class__ = TorchAdamDistributedOptimizer
+        if not part.is_stub_optimizer:
+            is_torch = isinstance(part.optimizer, torch.optim.AdamW)
+            part.__class__ = TorchAdamDistributedOptimizer if is_torch else GroupStepsDistributedOptimizer
     return optimizer
 
 

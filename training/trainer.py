@@ -16,12 +16,12 @@ from ..model.flops import step_flops
 from ..model.gpt import build_model
 from .balance import balance_experts
 from .checkpoint import TrainState, find_checkpoint, load_checkpoint, save_checkpoint
-from .config import TrainConfig, to_dict
+from .config import InitOptimizer, TrainConfig, to_dict
 from .console import ProgressLine
 from .curriculum import Stage
 from .datasets import EvaluationSet, build_datasets
 from .evaluation import evaluate, evaluation_metrics, indexer_metrics, loss_metrics
-from .init_from import init_weights
+from .init_from import find_source, init_weights, keep_optimizer
 from .optim import LearningRates, build_optimizer, clip_and_step, wrap_with_ddp
 from .phases import phase_at
 from .run_folder import RunFolder
@@ -55,9 +55,14 @@ class Trainer:
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # no stub
         self.chunks = wrap_with_ddp(build_model(self.spec, max(stage.seq_length for stage in config.stages)))
         checkpoint = self._checkpoint_to_resume()
-        if checkpoint is None and config.training.init_from:
-            init_weights(Path(config.training.init_from), self.chunks, self.spec)
+        source = self._source() if checkpoint is None else None
+        if source:
+            init_weights(source, self.chunks, self.spec)
         self.optimizer = build_optimizer(self.chunks, self.spec, config.optim)
+        if source and config.training.init_optimizer is InitOptimizer.keep:
+            keep_optimizer(source, self.chunks, self.optimizer)
+        elif source:
+            logger.info("optimizer reset: all moments start at zero")
         self.rates = LearningRates(self.optimizer, config.optim, config.training)
         self.dp_rank = parallel_state.get_data_parallel_rank()
         self.dp_size = parallel_state.get_data_parallel_world_size()
@@ -274,6 +279,11 @@ class Trainer:
         if resume == "auto":
             return find_checkpoint(self.folder.checkpoints)
         return None if resume == "none" else Path(resume)
+
+    def _source(self) -> Path | None:
+        """The other run's checkpoint that a new run starts from."""
+        training = self.config.training
+        return find_source(Path(training.init_from), training.init_optimizer) if training.init_from else None
 
     def _resume(self, path: Path | None) -> tuple[TrainState, str | None]:
         if path is None:

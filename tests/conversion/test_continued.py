@@ -80,6 +80,8 @@ def test_msa_beside_an_imported_model_changes_nothing_until_it_selects(saved, da
     # an optimizer is what the checkpoint lacks
     with pytest.raises(CheckpointError, match=r"holds weights alone.*Use training\.init_from"):
         start(checkpoint, data, "resumed", "training.init_from=''", f"training.resume={checkpoint}")
+    with pytest.raises(CheckpointError, match=r"has no optimizer for training\.init_optimizer=keep: an imported one"):
+        start(checkpoint, data, "kept", "training.init_optimizer=keep")
 
 
 @pytest.mark.layouts

@@ -20,10 +20,13 @@ sys.path.insert(0, str(HERE))
 from plans import (  # noqa: E402  (scripts beside the tests, not a package)
     ALONE,
     CONTEXT_DOCUMENTS,
+    CONTINUED,
     CUTS,
+    DENSE,
     DOCUMENTS,
     EXACT,
     FOUR_PROCESSES,
+    KEEP,
     LAYOUTS,
     LENGTHS,
     MTP,
@@ -160,6 +163,7 @@ def walked(launcher, request):
             Run("lengths_dp2", LENGTHS, warmup_steps=7),
             *(Run(name, overrides, save_at=[5]) for name, overrides in MTP_LAYOUTS.items()),
             Run("idle", LAYOUTS["ep2_alltoall"], favour_first_half=True),
+            Run("dense", DENSE, steps=3, warmup_steps=0, save_at=[3]),
             Run("batched_p2p", LAYOUTS["pp2_vpp2"], steps=3, warmup_steps=3, batched_p2p=True),
         ],
     )
@@ -170,6 +174,15 @@ def walked(launcher, request):
     launcher.launch(2, cut, killed=True)
     checkpoint = {name: str(launcher.checkpoint(f"{name}_resumed", 5)) for name in RESUMED}
     loaded = dict(save_at=[5], stop_before=6)
+    source = f"training.init_from={launcher.checkpoint('dense', 3)}"
+    continued = {
+        processes: [
+            Run(name, [source, *KEEP, *overrides], save_at=[0], stop_before=1)
+            for name, (number, overrides) in CONTINUED.items()
+            if number == processes
+        ]
+        for processes in (1, 2)
+    }
     launcher.launch(
         2,
         [
@@ -178,6 +191,7 @@ def walked(launcher, request):
             Run("dp2_to_ep2", RESUMED["ep2"], load=checkpoint["dp2"], **loaded),
             Run("dp2_to_pp2", RESUMED["pp2"], load=checkpoint["dp2"], **loaded),
             Run("dp2_to_tp2", RESUMED["tp2"], load=checkpoint["dp2"], **loaded),
+            *continued[2],
         ],
     )
     if with_pairs:
@@ -193,6 +207,7 @@ def walked(launcher, request):
                 Run(f"{name}_to_one", TIED if name.startswith("tied") else [], load=checkpoint[name], **loaded)
                 for name in RESUMED
             ),
+            *continued[1],
             *(Run(f"{name}_to_one", MTP, load=str(launcher.checkpoint(name, 5))) for name in MTP_LAYOUTS),
         ],
         torchrun=False,

@@ -72,6 +72,14 @@ RESUMED = {
     "ep2": LAYOUTS["ep2_alltoall"],
     "tp2": LAYOUTS["tp2_etp2_allgather"],
 }
+# A dense run, and what continues from its checkpoint as MSA: name -> (processes, overrides); fp32 beside bf16.
+DENSE = ["attention.kind=dense", "training.precision=bf16", *PP2]
+CONTINUED = {
+    "dense_to_one": (1, ["training.precision=bf16"]),
+    "dense_to_vpp2": (2, [*VPP2, "training.precision=bf16"]),
+    "dense_to_dp2": (2, ["training.precision=fp32"]),
+}
+KEEP = ["training.init_optimizer=keep", "attention.indexer_init=from_attention", "attention.index_dim=8"]
 # compared with one process that has them too
 MTP = ["model.mtp_layers=2"]
 MTP_LAYOUTS = {

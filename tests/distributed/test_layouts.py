@@ -9,6 +9,7 @@ from megatron.core import dist_checkpointing
 from plans import (
     ALONE,
     CONTEXT_DOCUMENTS,
+    CONTINUED,
     CUTS,
     DOCUMENTS,
     FOUR_PROCESSES,
@@ -249,6 +250,28 @@ def test_a_checkpoint_loads_under_another_layout(walked, source, target):
     assert any("experts.down_proj" in key for key in weights)
     for key, value in before.items():
         assert torch.equal(value, after[key]), key
+
+
+@pytest.mark.parametrize("name", CONTINUED)
+def test_a_dense_optimizer_is_kept_under_another_layout(walked, name):
+    """Two pipeline stages of a dense bf16 model; then MSA alone, with virtual stages, or data-parallel in fp32."""
+    with distributed():
+        dense = tensors(dist_checkpointing.load_plain_tensors(str(walked.checkpoint("dense", 3))))
+        begun = tensors(dist_checkpointing.load_plain_tensors(str(walked.checkpoint(name, 0))))
+    for key, value in dense.items():
+        # fp32 weights of an fp32 model are the optimizer's
+        wanted = dense.get(f"optimizer.state.param.{key}", value) if "dp2" in name else value
+        assert torch.equal(begun[key], wanted), key
+    moments = [value for key, value in dense.items() if ".exp_avg." in key]
+    assert len(moments) > 30 and all(value.any() for value in moments)
+    index = {key: value for key, value in begun.items() if key not in dense}
+    assert len(index) == 4 * 4 * 4 and all(".indexer." in key for key in index)  # layers x weights x (model, optimizer)
+    for key, value in index.items():
+        if key.startswith("model."):
+            assert torch.equal(begun[f"optimizer.state.param.{key}"], value.float())
+            assert not begun[f"optimizer.state.exp_avg.{key}"].any()
+            assert not begun[f"optimizer.state.exp_avg_sq.{key}"].any()
+    assert all(walked.seen(name, rank)["steps"] == [0.0, 3.0] for rank in range(CONTINUED[name][0]))
 
 
 def tensors(state):

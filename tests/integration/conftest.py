@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from msa_pretrain.data.dataset import Sample
 from msa_pretrain.data.packing import PackedBatch, collate
 from msa_pretrain.model.gpt import build_model
 from msa_pretrain.model.parallel import distributed, model_parallel
+from msa_pretrain.training.checkpoint import TrainState, save_checkpoint
 from msa_pretrain.training.config import TrainConfig, load_config
 from msa_pretrain.training.optim import build_optimizer, release, wrap_with_ddp
 from msa_pretrain.training.step import StepPlan, StepSums, run_micro_batches
@@ -89,6 +91,20 @@ class Rig:
 
     def weights(self) -> dict[str, torch.Tensor]:
         return {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
+
+    def save(self, folder: Path, **counters: int) -> Path:
+        """A checkpoint in `folder`."""
+        return save_checkpoint(
+            folder,
+            self.chunks,
+            self.optimizer,
+            TrainState(**counters),
+            phase="",
+            data_record={},
+            config_yaml="",
+            wandb_run_id=None,
+            keep_last=1,
+        )
 
     def split(self, tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """(backbone, index branch)."""

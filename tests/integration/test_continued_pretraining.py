@@ -8,7 +8,7 @@ import torch
 
 from msa_pretrain.data.prepare import write_indexed_dataset
 from msa_pretrain.model.parallel import distributed, model_parallel
-from msa_pretrain.training.optim import release
+from msa_pretrain.training.optim import clip_group, release
 from msa_pretrain.training.run_folder import RunFolder
 from msa_pretrain.training.trainer import Trainer
 
@@ -41,16 +41,26 @@ def train(tmp_path, tiny_config, monkeypatch):
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("indexer_init", ["random", "from_attention"])
-def test_the_warm_up_starts_at_the_loss_where_the_dense_run_ended(train, indexer_init, caplog):
+def steps_of(trainer):
+    return {clip_group(group): group["step"] for group in trainer.optimizer.param_groups}
+
+
+@pytest.mark.parametrize("indexer_init, optimizer", [("random", "reset"), ("from_attention", "keep")])
+def test_the_warm_up_starts_at_the_loss_where_the_dense_run_ended(train, indexer_init, optimizer, caplog):
     """Full attention is the same with and without an index branch, so the validation loss is the same number."""
     dense, before = train(*DENSE)
     (source,) = (path for path in dense.folder.checkpoints.iterdir() if path.is_dir())
     overrides = [*MSA, f"attention.indexer_init={indexer_init}", "training.init_from=runs/dense/checkpoints"]
+    overrides.append(f"training.init_optimizer={optimizer}")
     with caplog.at_level("INFO"):
         msa, after = train(*overrides)
     made = f"with an index branch made by {indexer_init}"
     assert f"starting from the weights of runs/dense/checkpoints/{source.name}, {made}" in caplog.text
+    said = {
+        "reset": "optimizer reset: all moments",
+        "keep": f"checkpoints/{source.name} at Adam step 2, index parameters new",
+    }
+    assert said[optimizer] in caplog.text
     losses = [[r["eval/valid/lm_loss"] for r in records if "eval/valid/lm_loss" in r] for records in (before, after)]
     assert losses[1][0] == losses[0][-1] != losses[0][0]
     assert (
@@ -58,8 +68,10 @@ def test_the_warm_up_starts_at_the_loss_where_the_dense_run_ended(train, indexer
         and [r["train/phase"] for r in after if "train/phase" in r] == ["warmup"] * 2 + ["sparse"] * 2
     )
     assert after[-1]["consumed_tokens"] == 160  # a run of its own: no token of the dense run counts
+    steps = {"backbone": {"reset": 4, "keep": 6}[optimizer], "indexer": 4}
+    assert steps_of(msa) == steps
     # started again, the run goes on from its own checkpoint: the weights are not thrown away (case 1.16)
     weights = dict(msa.chunks[0].module.named_parameters())
     again, _ = train(*overrides)
-    assert again.state.step == 4
+    assert again.state.step == 4 and steps_of(again) == steps
     assert all(torch.equal(weight, weights[name]) for name, weight in again.chunks[0].module.named_parameters())

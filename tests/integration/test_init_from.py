@@ -6,26 +6,13 @@ import pytest
 import torch
 
 from msa_pretrain.model.gpt import build_model, routers
-from msa_pretrain.training.checkpoint import CheckpointError, TrainState, save_checkpoint
-from msa_pretrain.training.init_from import init_weights
+from msa_pretrain.training.checkpoint import CheckpointError
+from msa_pretrain.training.config import InitOptimizer
+from msa_pretrain.training.init_from import find_source, init_weights
 from msa_pretrain.training.optim import build_optimizer, wrap_with_ddp
 
 DENSE = ["attention.kind=dense", "training.warmup_tokens=0"]
 FROM_ATTENTION = ["attention.indexer_init=from_attention", "attention.index_dim=8", "training.init_from=somewhere"]
-
-
-def save(one, folder: Path) -> Path:
-    return save_checkpoint(
-        folder,
-        one.chunks,
-        one.optimizer,
-        TrainState(step=3),
-        phase="dense",
-        data_record={},
-        config_yaml="",
-        wandb_run_id=None,
-        keep_last=1,
-    )
 
 
 def scramble(one) -> None:
@@ -41,7 +28,7 @@ def scramble(one) -> None:
 def loaded_from(path: Path, config):
     """A model of `config` whose weights come from `path`."""
     chunks = wrap_with_ddp(build_model(config.spec, config.training.seq_length))
-    init_weights(path, chunks, config.spec)
+    init_weights(find_source(path, InitOptimizer.reset), chunks, config.spec)
     return chunks
 
 
@@ -54,7 +41,7 @@ def test_a_dense_checkpoint_gives_every_weight_but_the_index_branch(rig, tiny_co
     """T2.2 too: the expert bias is fp32 and bit-equal after build, wrap, save and load of a bf16 model."""
     dense = rig(tiny_config(*DENSE, f"training.precision={precision}"))
     scramble(dense)
-    save(dense, tmp_path)
+    dense.save(tmp_path, step=3)
     config = tiny_config(f"training.precision={precision}")
     chunks = loaded_from(tmp_path, config)
     fresh = dict(build_model(config.spec, 20)[0].named_parameters())
@@ -80,7 +67,7 @@ def test_a_dense_checkpoint_gives_every_weight_but_the_index_branch(rig, tiny_co
 def test_an_index_branch_from_attention_is_the_mean_of_its_heads(rig, tiny_config, tmp_path, norm):
     dense = rig(tiny_config(*DENSE, f"model.qk_norm={norm}"))
     scramble(dense)
-    save(dense, tmp_path)
+    dense.save(tmp_path, step=3)
     weights = parameters(loaded_from(tmp_path, tiny_config(*FROM_ATTENTION, f"model.qk_norm={norm}")))
     source, place = dense.weights(), "decoder.layers.1.self_attention."
     qkv = source[f"{place}linear_qkv.weight"]  # of each of 3 groups: 2 query heads, key, value; 8 rows each
@@ -102,7 +89,7 @@ def test_an_index_branch_that_is_there_is_loaded_and_never_made_anew(rig, tiny_c
     """T1.13 / case 1.16."""
     sparse = rig(tiny_config("attention.index_dim=8"))
     scramble(sparse)
-    path = save(sparse, tmp_path)
+    path = sparse.save(tmp_path, step=3)
     weights = parameters(loaded_from(path, tiny_config("attention.index_dim=8")))
     assert all(torch.equal(weight, sparse.weights()[name]) for name, weight in weights.items())
     with pytest.raises(CheckpointError, match=r"step_3 has an index branch, which attention\.indexer_init=from"):
@@ -128,7 +115,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("saved, wanted, message", REFUSED.values(), ids=REFUSED)
 def test_anything_else_that_differs_is_refused_by_name(rig, tiny_config, tmp_path, saved, wanted, message):
-    save(rig(tiny_config(*saved)), tmp_path)
+    rig(tiny_config(*saved)).save(tmp_path, step=3)
     with pytest.raises(CheckpointError, match=message):
         loaded_from(tmp_path, tiny_config(*wanted))
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from msa_pretrain.model import gpt
@@ -10,6 +11,7 @@ from msa_pretrain.model.config import Phase
 from msa_pretrain.model.gpt import build_model, build_on_meta
 from msa_pretrain.model.parallel import fake_rank
 from msa_pretrain.training import optim
+from msa_pretrain.training.checkpoint import OPTIMIZER_METADATA, model_state
 from msa_pretrain.training.optim import clip_and_step
 from msa_pretrain.training.step import StepPlan, run_micro_batches
 
@@ -30,7 +32,7 @@ def test_state_cannot_be_read_before_the_first_step(rig, tiny_config, without_re
 
 
 def test_a_load_shares_one_step_tensor_among_all_parameters(rig, tiny_config, batch_of, monkeypatch):
-    """Remedy: the clone in TorchAdamDistributedOptimizer.load_state_dict."""
+    """Remedy: a tensor for each in TorchAdamDistributedOptimizer.load_state_dict."""
 
     def load_as_shipped(self, state_dict):
         self._ensure_state()
@@ -48,7 +50,7 @@ def test_a_load_shares_one_step_tensor_among_all_parameters(rig, tiny_config, ba
 
 
 def test_an_optimizer_without_parameters_cannot_be_read(rig, tiny_config, batch_of):
-    """As that of the experts on a pipeline stage without MoE layers. Remedy: num_steps."""
+    """As that of the experts on a pipeline stage without MoE layers. Remedy: GroupStepsDistributedOptimizer."""
     one = rig(tiny_config())
     one.backward(batch_of(0, 20), phase=Phase.sparse)
     clip_and_step(one.optimizer, LIMITS)
@@ -60,6 +62,24 @@ def test_an_optimizer_without_parameters_cannot_be_read(rig, tiny_config, batch_
     with pytest.raises(AssertionError):
         DistributedOptimizer.state_dict(experts)
     assert experts.state_dict()["optimizer"]["param_groups"] == whole and whole[0]["step"] == 1.0
+
+
+def test_groups_at_different_steps_cannot_be_read(rig, tiny_config):
+    """As when a new index branch joins a trained backbone. Remedy: GroupStepsDistributedOptimizer and its chain."""
+    one = rig(tiny_config())
+    dense = one.optimizer.chained_optimizers[0]
+    state = dense.state_dict()
+    for group in state["optimizer"]["param_groups"]:
+        group["step"] = {"backbone": 7, "indexer": 2}[optim.clip_group(group)]
+    with pytest.raises(AssertionError):
+        DistributedOptimizer.load_state_dict(dense, state)
+    dense.load_state_dict(state)
+    with pytest.raises(AssertionError):
+        DistributedOptimizer.state_dict(dense)
+    with pytest.raises(AssertionError, match="steps"):
+        ChainedOptimizer._synchronize_steps(one.optimizer)
+    assert dense.state_dict() == state
+    one.optimizer.sharded_state_dict(model_state(one.chunks), metadata=OPTIMIZER_METADATA)
 
 
 def test_padding_between_buckets_shifts_the_saved_state(rig, tiny_config):
@@ -74,6 +94,22 @@ def test_padding_between_buckets_shifts_the_saved_state(rig, tiny_config):
     ends = {max(end for _, end, _ in buffer.param_index_map.values()) for buffer in (shipped, ours)}
     assert len(shipped.buckets) == 2
     assert ends == {ours.numel_unpadded} and shipped.numel_unpadded < ours.numel_unpadded
+
+
+def test_one_gather_of_bf16_and_fp32_weights_mixes_them_up(rig, tiny_config):
+    """On gloo, in all model chunks but the first as Megatron's trainer wraps them. Remedy: wrap_with_ddp."""
+
+    def changed(chunk):
+        before = {name: weight.detach().clone() for name, weight in chunk.named_parameters()}
+        chunk.start_param_sync()  # as behind every step; alone in its world, a rank gathers what it has
+        return [name for name, weight in chunk.named_parameters() if not torch.equal(weight, before[name])]
+
+    config = tiny_config("training.precision=bf16")
+    rig(config)  # a world
+    settings = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+    first, second, shipped = (build_model(config.spec, 20)[0] for _ in range(3))
+    assert changed(DistributedDataParallel(shipped.config, settings, shipped, disable_bucketing=True))
+    assert not any(map(changed, optim.wrap_with_ddp([first, second])))
 
 
 def test_groups_without_an_identifier_of_their_own_are_merged_by_a_load(rig, tiny_config, monkeypatch):

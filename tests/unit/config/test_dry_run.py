@@ -18,6 +18,20 @@ def test_every_experiment_passes(config_of, experiment):
     assert f"parameters, total                {count_parameters(config.spec).total:,}" in report(config, 512)
 
 
+OPTIMIZER = {
+    "reset": "reset: all moments start at zero",
+    "keep": "kept: fp32 weights, moments and Adam steps; a new index branch starts at step 0",
+}
+
+
+@pytest.mark.parametrize("choice", OPTIMIZER)
+def test_a_start_from_a_checkpoint_is_said(config_of, choice):
+    text = report(config_of("training.init_from=runs/dense", f"training.init_optimizer={choice}"), 1)
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert lines[lines.index("weights from runs/dense") + 1] == f"optimizer {OPTIMIZER[choice]}"
+    assert "weights from" not in report(config_of(), 1)
+
+
 def test_counts_of_the_mission(config_of):
     counts = count_parameters(config_of(experiment="msa_pt_230b", world_size=None).spec)
     # QKV and output 3072 x (2 x 48 + 2 x 8) x 128, full-vector norms (48 + 8) x 128; then router, experts, two norms

@@ -274,6 +274,10 @@ BAD = {
         ["training.init_from=tests", "training.resume=tests"],
         "training.init_from (tests) has no effect beside training.resume (tests), which brings all weights.",
     ),
+    "an optimizer from nowhere": (
+        ["training.init_optimizer=keep"],
+        "training.init_optimizer=keep needs a checkpoint to keep it from. Set training.init_from, or use reset.",
+    ),
     "index from no attention": (
         ["attention.indexer_init=from_attention"],
         "attention.indexer_init=from_attention needs trained attention. Set training.init_from, or use random.",
