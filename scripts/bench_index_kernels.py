@@ -50,12 +50,14 @@ def bench_select_blocks(lengths: list[int]) -> Iterator[Row]:
             call()
             kernels = kernel_ms(call)
             flops = length * (length + 1) / 2 * g * 256
+            scores = torch.rand(length * g, length // 128, device="cuda")
             yield {
                 "stage": "select_blocks",
                 "g": g,
                 "n_tokens": length,
                 "ms": median_ms(call),
                 "scores_tflops": flops / kernels["_block_scores_kernel"] / 1e9,
+                "torch_topk_ms": median_ms(lambda scores=scores: scores.topk(16)),
                 "kernels_ms": kernels,
             }
 
