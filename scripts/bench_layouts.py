@@ -37,6 +37,8 @@ from msa_pretrain.training.trainer import Trainer
 P = "parallel."
 SERIES = ("train/lm_loss", "indexer/kl", "optim/grad_norm", "optim/indexer_grad_norm", "perf/step_s")
 COMPARED = SERIES[:4]
+EARLY = 4
+"""Steps before rounding has had time to grow."""
 STARTING = 3
 """Steps at the start of a phase whose time is left out: they compile and allocate."""
 
@@ -207,9 +209,9 @@ def of_phase(row: dict[str, Any], key: str, phase: str, skip: int = 0) -> list[f
     return [value for value, its in zip(values, row["phase"], strict=True) if its == phase][skip:]
 
 
-def difference(row: dict[str, Any], reference: dict[str, Any], key: str, phase: str) -> str:
-    """Largest relative difference over the steps that both have."""
-    pairs = list(zip(of_phase(row, key, phase), of_phase(reference, key, phase), strict=False))
+def difference(row: dict[str, Any], reference: dict[str, Any], key: str, phase: str, steps: int | None = None) -> str:
+    """Largest relative difference over the first `steps` that both have."""
+    pairs = list(zip(of_phase(row, key, phase)[:steps], of_phase(reference, key, phase)[:steps], strict=False))
     return f"{max(abs(ours - other) / abs(other) for ours, other in pairs):.1e}" if pairs else "–"
 
 
@@ -228,10 +230,12 @@ def markdown(header: dict[str, str], size: Size, rows: list[dict[str, Any]]) -> 
         "",
         f"`{size.experiment}`, {batch} x {short:,} tokens a step (`long`: 1 x {long:,}), packed documents, warm-up in",
         "the first half of the steps. Differences are the largest relative ones to one GPU over the steps of a phase,",
-        f"warm-up / sparse; seconds are medians after a phase's first {STARTING} steps. All series: `layouts.json`.",
+        f"warm-up / sparse; seconds are medians after a phase's first {STARTING} steps. Past the first {EARLY} steps",
+        "bf16 rounding of unlike sums grows with each large step of the short rate warm-up. All series: `layouts.json`.",
         "",
-        "| layout | steps | last loss | loss | KL | grad norm | index grad norm | s/step | peak GiB, by rank |",
-        "|" + "---|" * 9,
+        f"| layout | steps | last loss | first {EARLY}: loss / KL | loss | KL | grad norm | index grad norm | s/step "
+        "| peak GiB, by rank |",
+        "|" + "---|" * 10,
     ]
     phases = ("warmup", "sparse")
     for row in rows:
@@ -239,8 +243,9 @@ def markdown(header: dict[str, str], size: Size, rows: list[dict[str, Any]]) -> 
         losses = row["series"].get(SERIES[0])
         cells = [row["name"], str(len(row["phase"])), f"{losses[-1]:.4f}" if losses else "–"]
         if row is reference:
-            cells += [""] * len(COMPARED)
+            cells += [""] * (1 + len(COMPARED))
         else:
+            cells += [" / ".join(difference(row, reference, key, "warmup", EARLY) for key in SERIES[:2])]
             cells += [" / ".join(difference(row, reference, key, phase) for phase in phases) for key in COMPARED]
         cells += [" / ".join(step_time(row, phase) for phase in phases)]
         cells += [", ".join("not measured" if peak is None else f"{peak:.2f}" for peak in row["peak_gib"]) or "–"]
