@@ -231,7 +231,7 @@ def markdown(header: dict[str, str], size: Size, rows: list[dict[str, Any]]) -> 
         f"`{size.experiment}`, {batch} x {short:,} tokens a step (`long`: 1 x {long:,}), packed documents, warm-up in",
         "the first half of the steps. Differences are the largest relative ones to one GPU over the steps of a phase,",
         f"warm-up / sparse; seconds are medians after a phase's first {STARTING} steps. Past the first {EARLY} steps",
-        "bf16 rounding of unlike sums grows with each large step of the short rate warm-up. All series: `layouts.json`.",
+        "bf16 rounding of unlike sums grows with each large step of the rate's warm-up. All series: `layouts.json`.",
         "",
         f"| layout | steps | last loss | first {EARLY}: loss / KL | loss | KL | grad norm | index grad norm | s/step "
         "| peak GiB, by rank |",
