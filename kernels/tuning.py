@@ -83,8 +83,9 @@ TABLE: dict[tuple[str, str, int, int, int], TileConfig] = {
     ("sparse_kl_read", "any", 0, 0, 2): TileConfig(64, 0, num_warps=8, num_stages=1),
     ("sparse_kl_read", "any", 0, 0, 4): TileConfig(16, 0, num_warps=8, num_stages=1),
     ("sparse_kl_read", INTERPRETER, 0, 0, 0): TileConfig(64, 0, num_warps=4, num_stages=1),
-    ("kl_rows", "any", 0, 0, 0): TileConfig(32, 0, num_warps=4, num_stages=1),
-    ("kl_rows", INTERPRETER, 0, 0, 0): TileConfig(256, 0, num_warps=4, num_stages=1),
+    # (query, group) rows of one program.
+    ("group_rows", "any", 0, 0, 0): TileConfig(32, 0, num_warps=4, num_stages=1),
+    ("group_rows", INTERPRETER, 0, 0, 0): TileConfig(256, 0, num_warps=4, num_stages=1),
 }
 
 # (architecture, n/g, bytes of an element): documents of up to so many keys are faster by query tiles than keys outer in

@@ -65,7 +65,7 @@ def sparse_backward(
     )
     heads_of_rows = dict(HEADS=heads, HEAD_DIM=head_dim, ROWS=combine.rows, num_warps=combine.num_warps)
     row_size = lse.new_empty((num_queries, num_groups, 2))
-    group_rows = tile_for("kl_rows", query, num_groups)
+    group_rows = tile_for("group_rows", query, num_groups)
     _row_sizes_kernel[(triton.cdiv(num_queries * num_groups, group_rows.rows),)](
         value_size,
         key_size,

@@ -60,7 +60,7 @@ class IndexGradient:
         tables = (block_indices, query_table, block_table, block_size)
         self.centred, key_size = centre_keys(index_key[:, None], *tables)
         self.unit, self.weighted_unit = (torch.empty_like(index_lse) for _ in range(2))
-        rows = tile_for("kl_rows", index_query, num_groups)
+        rows = tile_for("group_rows", index_query, num_groups)
         _kl_weights_kernel[(triton.cdiv(index_lse.numel(), rows.rows),)](
             weight.contiguous(),
             key_size,

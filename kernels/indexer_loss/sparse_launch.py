@@ -56,7 +56,7 @@ def _sparse_indexer_kl(
         query_chunk=query_chunk,
         item_queries=tile.columns,
     )
-    rows = tile_for("kl_rows", query, num_groups)
+    rows = tile_for("group_rows", query, num_groups)
     slot_lse, mass, cross = (
         query.new_empty((min(query_chunk, num_queries), num_groups, num_selected), dtype=torch.float32)
         for _ in range(3)

@@ -75,5 +75,5 @@ class SparseAttentionWithKL(torch.autograd.Function):
             parts.append(gradient_over(long))
         loss.record(sum(part.kl for part in parts))
         # Each part is 0 in the other's rows.
-        index_grads = (sum(grads[1:], grads[0]) for grads in zip(*(part.result() for part in parts), strict=True))
+        index_grads = (sum(each[1:], each[0]) for each in zip(*(part.result() for part in parts), strict=True))
         return *grads, *index_grads, *[None] * 5
