@@ -161,13 +161,16 @@ class Layer:
         self.attend_with_kl()
 
     def dense(self) -> Tensor:
-        documents = []
+        lengths = [end - start for start, end in pairwise(self.borders)]
+        # split, as slices would each have a gradient of the whole length
+        documents = [self.inputs] if len(lengths) == 1 else zip(*(x.split(lengths) for x in self.inputs), strict=True)
+        outputs = []
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            for start, end in pairwise(self.borders):
-                query, key, value = (tensor[start:end].transpose(0, 1)[None] for tensor in self.inputs)
+            for document in documents:
+                query, key, value = (tensor.transpose(0, 1)[None] for tensor in document)
                 output = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-                documents.append(output[0].transpose(0, 1))
-        return documents[0] if len(documents) == 1 else torch.cat(documents)
+                outputs.append(output[0].transpose(0, 1))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def dense_and_back(self) -> tuple[Tensor, ...]:
         return torch.autograd.grad(self.dense(), self.inputs, self.grad)
