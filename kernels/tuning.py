@@ -91,7 +91,7 @@ TABLE: dict[tuple[str, str, int, int, int], TileConfig] = {
 # (architecture, n/g, bytes of an element): documents of up to so many keys are faster by query tiles than keys outer in
 # the forward of block-sparse attention. What is not here always goes keys outer.
 QUERY_TILE_UP_TO: dict[tuple[str, int, int], int] = {
-    ("sm90", 16, 2): 8192,
+    ("sm90", 16, 2): 6144,
     ("sm90", 6, 2): 6144,
 }
 
