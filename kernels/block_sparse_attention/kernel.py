@@ -128,7 +128,6 @@ def _sparse_attention_fwd_kernel(
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """One program per item: normalised partial outputs and their lse (in log2) for each pair and head."""
     row, start, end, local_end, _ = find_item(

@@ -149,7 +149,6 @@ def _sparse_forward(
             BLOCK_SIZE=block_size,
             ROWS=tile.rows,
             PRECISION=dot_precision(query.dtype),
-            STAGES=tile.num_stages,
             num_warps=tile.num_warps,
         )
         _combine_kernel[(triton.cdiv(chunk_queries * num_heads, combine.rows),)](
