@@ -37,7 +37,7 @@ TABLE: dict[tuple[str, str, int, int, int], TileConfig] = {
     ("decode_scan", "any", 0, 0, 0): TileConfig(16, 8, num_warps=4, num_stages=3),
     ("decode_scan", INTERPRETER, 0, 0, 0): TileConfig(16, 4, num_warps=4, num_stages=1),
     ("decode_rank", "any", 0, 0, 0): TileConfig(1, 128, num_warps=1, num_stages=1),
-    ("decode_rank", INTERPRETER, 0, 0, 0): TileConfig(1, 64, num_warps=4, num_stages=1),
+    ("decode_rank", INTERPRETER, 0, 0, 0): TileConfig(1, 64, num_warps=1, num_stages=1),
     ("decode_merge", "any", 0, 0, 0): TileConfig(1, 1024, num_warps=4, num_stages=1),
     ("decode_merge", INTERPRETER, 0, 0, 0): TileConfig(1, 64, num_warps=4, num_stages=1),
     # Full-sequence KL; the backward's columns are keys of one program.

@@ -8,7 +8,7 @@ word the inverted id, they sort to 2, 1, 0. The first two are kept and stored by
 import triton
 import triton.language as tl
 
-from ..block_sparse_attention.kernel import find_item, load_block, pair_rows
+from ..block_sparse_attention.kernel import find_item, load_block, load_rows, pair_rows
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -46,7 +46,8 @@ def _select_check_kernel(
     """One program per (query tile, group), then one per key tile: rows that are not finite, and largest magnitudes.
 
     Every key of a fragment is visible to its last query, and every query sees a key, so a number that is not finite
-    always makes a visible score that is not finite. Only integer maxima are atomic: the result has no order.
+    always makes a visible score that is not finite. Only integer maxima are atomic: the result has no order. Of several
+    bad rows any one is reported.
     """
     pid = tl.program_id(0)
     offs_i = tl.arange(0, INDEX_DIM)
@@ -274,15 +275,14 @@ def _kept_lse_kernel(
         num_keys = tl.load(block_table_ptr + 3 * block + 1)
         key = load_block(k_ptr, first_key, num_keys, 0, stride_kt, 0, BLOCK_SIZE, INDEX_DIM)
         key_row = first_key + tl.arange(0, BLOCK_SIZE)
-        offs_i = tl.arange(0, INDEX_DIM)[None, :]
+        PER_QUERY: tl.constexpr = NUM_GROUPS * NUM_SELECTED
         for number in tl.range(start, end, ROWS, num_stages=STAGES):
             is_real, pair, _head = pair_rows(pairs_ptr, number, end, 1, 1, ROWS)
-            query_row = (pair // (NUM_GROUPS * NUM_SELECTED)).to(tl.int64)
-            q_tile = tl.load(q_ptr + (query_row * stride_qt + group * stride_qg)[:, None] + offs_i)
+            q_tile = load_rows(q_ptr, pair, PER_QUERY, group, stride_qt, stride_qg, INDEX_DIM)
             # [ROWS, BLOCK_SIZE]; every row sees at least one token of a block it kept
             x = tl.dot(q_tile, tl.trans(key), input_precision=PRECISION) * scale_log2
             if number < local_end:
-                last_key = tl.load(query_table_ptr + query_row * 3 + 2)
+                last_key = tl.load(query_table_ptr + (pair // PER_QUERY) * 3 + 2)
                 x = tl.where(key_row[None, :] <= last_key[:, None], x, float("-inf"))
             largest = tl.max(x, axis=1)
             total = tl.sum(tl.exp2(x - largest[:, None]), axis=1)

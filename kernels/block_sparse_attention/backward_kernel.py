@@ -11,7 +11,7 @@ dQ uses keys without what a document's keys have in common (centring_kernel.py).
 import triton
 import triton.language as tl
 
-from .kernel import find_item, head_rows, load_block, mask_end, pair_rows, row_blocks
+from .kernel import find_item, head_rows, load_block, mask_end, pair_rows, row_blocks, row_heads
 
 # P is stored in units of 2^-14: fp16 then has all its bits down to a probability of 2^-28.
 TEACHER_UNIT = tl.constexpr(2.0**-14)
@@ -86,10 +86,7 @@ def _delta_kernel(
     ROWS: tl.constexpr,
 ):
     """delta = <output, grad> of ROWS (query, head) rows, and the unit of their slots of dQ."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    mask = row < num_queries.to(tl.int64) * (NUM_GROUPS * HEADS)
-    query_row = row // (NUM_GROUPS * HEADS)
-    head = row % (NUM_GROUPS * HEADS)
+    mask, row, query_row, head = row_heads(0, num_queries, NUM_GROUPS * HEADS, ROWS)
     offs_d = tl.arange(0, HEAD_DIM)[None, :]
     output = tl.load(
         output_ptr + (query_row * stride_ot + head * stride_on)[:, None] + offs_d, mask=mask[:, None], other=0.0

@@ -189,16 +189,22 @@ def _sparse_attention_fwd_kernel(
 
 
 @triton.jit
+def row_heads(first_query, num_queries, NUM_HEADS: tl.constexpr, ROWS: tl.constexpr):
+    """Of ROWS (query, head) rows of a chunk: which exist, row in the chunk, query row, head."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    mask = row < num_queries.to(tl.int64) * NUM_HEADS
+    return mask, row, first_query + row // NUM_HEADS, row % NUM_HEADS
+
+
+@triton.jit
 def head_rows(
     first_query, num_queries, query_table_ptr, NUM_GROUPS: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Of ROWS (query, head) rows of a chunk: which exist, row in the chunk, query row, head, first block, position."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    mask = row < num_queries.to(tl.int64) * (NUM_GROUPS * HEADS)
-    query_row = first_query + row // (NUM_GROUPS * HEADS)
+    """The same, with the number of the document's first block and the position."""
+    mask, row, query_row, head = row_heads(first_query, num_queries, NUM_GROUPS * HEADS, ROWS)
     first_block = tl.load(query_table_ptr + query_row * 3, mask=mask, other=0)
     position = tl.load(query_table_ptr + query_row * 3 + 1, mask=mask, other=-1)
-    return mask, row, query_row, row % (NUM_GROUPS * HEADS), first_block, position
+    return mask, row, query_row, head, first_block, position
 
 
 @triton.jit

@@ -107,7 +107,7 @@ class IndexGradient:
             (num_queries, num_groups, num_selected, index_dim), dtype=partial_dtype(dtype)
         )
         dk_slots = self.dk.new_empty((index.max_slots, self.block_size, index_dim))
-        item_kl = self.index_lse.new_zeros(index.max_items if self.measure else 1)
+        item_kl = self.index_lse.new_zeros(index.max_items) if self.measure else self.weight
         sizes = dict(NUM_GROUPS=num_groups, NUM_SELECTED=num_selected, BLOCK_SIZE=self.block_size)
         _sparse_kl_bwd_kernel[(index.max_items,)](
             self.index_query,

@@ -2,8 +2,8 @@
 
 A tile is ROWS queries that chose one block, without a head axis: the teacher P is summed up over the group's heads, one
 head after the other, and never leaves the registers. Forward leaves three numbers for each (query, group, slot), from
-which a second kernel makes the row's KL and the student's lse; backward has the two lse and needs no other pass. Where
-the backward of sparse attention has left P, backward reads it and measures the KL on the way.
+which a second kernel makes the row's KL and the student's lse; backward has the two lse and needs no other pass. It
+reads P where the backward of sparse attention has left it, and measures the KL on the way if asked to.
 """
 
 import triton
@@ -85,16 +85,16 @@ def _sparse_kl_fwd_kernel(
         key = load_block(key_ptr, first_key, num_keys, group, stride_kt, stride_kg, BLOCK_SIZE, HEAD_DIM)
         index_key = load_block(index_key_ptr, first_key, num_keys, 0, stride_ikt, 0, BLOCK_SIZE, INDEX_DIM)
         key_row = first_key + tl.arange(0, BLOCK_SIZE)
-        offs_i = tl.arange(0, INDEX_DIM)[None, :]
+        PER_QUERY: tl.constexpr = NUM_GROUPS * NUM_SELECTED
         for i in tl.range(start, end, ROWS, num_stages=1):
             is_real, pair, _head = pair_rows(pairs_ptr, i, end, 1, 1, ROWS)
-            query_row = (pair // (NUM_GROUPS * NUM_SELECTED)).to(tl.int64)
+            query_row = (pair // PER_QUERY).to(tl.int64)
             # [ROWS, BLOCK_SIZE]
             teacher = teacher_tile(
                 query_ptr, lse_ptr, key, query_row, group, is_real, stride_qt, stride_qn, scale_log2,
                 NUM_GROUPS, HEADS, HEAD_DIM, BLOCK_SIZE, ROWS, PRECISION, STAGES,
             )  # fmt: skip
-            index_query = tl.load(index_query_ptr + (query_row * stride_iqt + group * stride_iqg)[:, None] + offs_i)
+            index_query = load_rows(index_query_ptr, pair, PER_QUERY, group, stride_iqt, stride_iqg, INDEX_DIM)
             scores = tl.dot(index_query, tl.trans(index_key), input_precision=INDEX_PRECISION) * index_scale_log2
             if i < local_end:
                 last_key = tl.load(query_table_ptr + query_row * 3 + 2)

@@ -62,7 +62,7 @@ class SparseAttentionWithKL(torch.autograd.Function):
             inputs = (*index_inputs, index_lse, weight, loss.factor, block_indices, *tables, block_size)
             return IndexGradient(*inputs, measure=True)
 
-        parts = [gradient_over(long)] if long.num_valid_rows else []
+        parts = [gradient_over(long)] if long.num_valid_rows or not short.num_valid_rows else []
         tables = document_tables(long, block_size, query.device)
         grads = attention_gradients(
             grad, query, key, value, output, lse, block_indices, *tables, *dense_tables(short, query.device),
@@ -71,8 +71,6 @@ class SparseAttentionWithKL(torch.autograd.Function):
         if short.num_valid_rows:
             parts.append(gradient_over(short))
             parts[-1].add_all((query, key, lse, scale), query_chunk)
-        if not parts:
-            parts.append(gradient_over(long))
         loss.record(sum(part.kl for part in parts))
         # Each part is 0 in the other's rows.
         index_grads = (sum(each[1:], each[0]) for each in zip(*(part.result() for part in parts), strict=True))
