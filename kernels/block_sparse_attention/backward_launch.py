@@ -14,6 +14,7 @@ from .backward_kernel import (
     _sparse_attention_bwd_kernel,
     _sum_slots_kernel,
 )
+from .hopper_backward_launch import HopperBackward, rows_per_pair, takes_hopper_backward
 from .launch_support import centre_keys, chunk_ranges, index_arguments, partial_dtype, tile_for, value_sizes
 from .reverse_index import ReverseIndex, build_reverse_index
 
@@ -92,53 +93,50 @@ def sparse_backward(
         **heads_of_rows,
     )
     chunk_rows = min(query_chunk, num_queries)
-    partial = query.new_empty((chunk_rows, num_groups, num_selected, heads, head_dim), dtype=partial_dtype(query.dtype))
+    is_hopper = takes_hopper_backward(query, num_groups, block_size)
+    places = rows_per_pair(heads) if is_hopper else heads
+    partial = query.new_empty(
+        (chunk_rows, num_groups, num_selected, places, head_dim), dtype=partial_dtype(query.dtype)
+    )
     teacher = partial
     if on_teacher is not None:
         teacher = partial.new_empty((*partial.shape[:3], block_size))
     dk_slots, dv_slots = (
         query.new_empty((index.max_slots, block_size, head_dim), dtype=torch.float32) for _ in range(2)
     )
+    hopper = HopperBackward(query, grad, partial) if is_hopper else None
+    key_blocks, rows = (key, centred, value), (lse, delta, unit)
+    tables = [query_table, block_table, *index_arguments(index, slots=True)]
+    results = (teacher, dk, dv, dk_slots, dv_slots)
+    sizes = dict(NUM_GROUPS=num_groups, NUM_SELECTED=num_selected, HEADS=heads, TEACHER=on_teacher is not None)
     for chunk, (first_query, chunk_queries) in enumerate(chunk_ranges(index, num_queries)):
-        _sparse_attention_bwd_kernel[(index.max_items,)](
-            query,
-            key,
-            centred,
-            value,
-            grad,
-            lse,
-            delta,
-            unit,
-            query_table,
-            block_table,
-            *index_arguments(index, slots=True),
-            partial,
-            teacher,
-            dk,
-            dv,
-            dk_slots,
-            dv_slots,
-            chunk,
-            first_query * num_groups * num_selected,
-            num_blocks,
-            softmax_scale,
-            *query.stride()[:2],
-            *key.stride()[:2],
-            *value.stride()[:2],
-            *grad.stride()[:2],
-            NUM_GROUPS=num_groups,
-            NUM_SELECTED=num_selected,
-            HEADS=heads,
-            HEAD_DIM=head_dim,
-            BLOCK_SIZE=block_size,
-            PLACES=next_power_of_two(heads),
-            SAME_STRIDES=query.stride() == grad.stride(),
-            TEACHER=on_teacher is not None,
-            ROWS=tile.rows,
-            PRECISION=dot_precision(query.dtype),
-            STAGES=tile.num_stages,
-            num_warps=tile.num_warps,
-        )
+        numbers = (chunk, first_query * num_groups * num_selected, num_blocks, softmax_scale)
+        if hopper is not None:
+            hopper.launch(index.max_items, key_blocks, rows, tables, results, numbers, PLACES=places, **sizes)
+        else:
+            _sparse_attention_bwd_kernel[(index.max_items,)](
+                query,
+                *key_blocks,
+                grad,
+                *rows,
+                *tables,
+                partial,
+                *results,
+                *numbers,
+                *query.stride()[:2],
+                *key.stride()[:2],
+                *value.stride()[:2],
+                *grad.stride()[:2],
+                HEAD_DIM=head_dim,
+                BLOCK_SIZE=block_size,
+                PLACES=next_power_of_two(heads),
+                SAME_STRIDES=query.stride() == grad.stride(),
+                ROWS=tile.rows,
+                PRECISION=dot_precision(query.dtype),
+                STAGES=tile.num_stages,
+                num_warps=tile.num_warps,
+                **sizes,
+            )
         for total, slots in ((dk, dk_slots), (dv, dv_slots)):
             sum_slots(total, slots, index, chunk, block_table, num_groups)
         _dq_kernel[(triton.cdiv(chunk_queries * num_heads, combine.rows),)](
@@ -151,6 +149,7 @@ def sparse_backward(
             chunk_queries,
             softmax_scale,
             *block_indices.stride(),
+            PLACES=places,
             STAGES=combine.num_stages,
             **blocks,
             **heads_of_rows,
