@@ -19,6 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ..gluon_support import async_load, reinterpret, tma_load, tma_store
+
 ROWS = gl.constexpr(64)
 HALF = gl.constexpr(64)
 # Block size and head dim.
@@ -60,7 +62,7 @@ def _load_rows(
             row = gl.load(pairs_ptr + gl.minimum(first + j, end - 1)) // PER_QUERY
             for half in gl.static_range(2):
                 box = query_boxes.index((2 * stage + half) * STEP + j)
-                tma.async_copy_global_to_shared(query_desc, [row, group * HEADS, half * HALF], bar, box)
+                tma_load(query_desc, [row, group * HEADS, half * HALF], bar, box)
         stage = tile % GRAD_STAGES
         bar = grad_full.index(stage)
         mbarrier.wait(grad_empty.index(stage), (tile // GRAD_STAGES + 1) & 1)
@@ -69,13 +71,13 @@ def _load_rows(
             row = gl.load(pairs_ptr + gl.minimum(first + j, end - 1)) // PER_QUERY
             for half in gl.static_range(2):
                 box = grad_boxes.index((2 * stage + half) * STEP + j)
-                tma.async_copy_global_to_shared(grad_desc, [row, group * HEADS, half * HALF], bar, box)
+                tma_load(grad_desc, [row, group * HEADS, half * HALF], bar, box)
         # Rows that only fill the tile up get P = 0.
         lse_address = gl.where(is_real, lse_ptr + place, infinity_ptr + head * 0)
-        async_copy.async_copy_global_to_shared(rows_smem.index(4 * stage), lse_address)
-        async_copy.async_copy_global_to_shared(rows_smem.index(4 * stage + 1), delta_ptr + place)
-        async_copy.async_copy_global_to_shared(rows_smem.index(4 * stage + 2), unit_ptr + place)
-        async_copy.async_copy_global_to_shared(last_key_smem.index(4 * stage + 3), query_table_ptr + query_row * 3 + 2)
+        async_load(rows_smem.index(4 * stage), lse_address)
+        async_load(rows_smem.index(4 * stage + 1), delta_ptr + place)
+        async_load(rows_smem.index(4 * stage + 2), unit_ptr + place)
+        async_load(last_key_smem.index(4 * stage + 3), query_table_ptr + query_row * 3 + 2)
         async_copy.mbarrier_arrive(bar, increment_count=False)
 
 
@@ -147,7 +149,7 @@ def _store_dq(
         for j in gl.static_range(STEP):
             if first + j < end:
                 row = (gl.load(pairs_ptr + first + j) - first_pair) * PLACES
-                tma.async_copy_shared_to_global(dq_desc, [row, 0], dq_smem.index(0).slice(j * PLACES, PLACES))
+                tma_store(dq_desc, [row, 0], dq_smem.index(0).slice(j * PLACES, PLACES))
         tma.store_wait(0)
         mbarrier.arrive(dscores_empty, count=1)
 
@@ -307,14 +309,14 @@ def hopper_bwd_kernel(
         box: gl.constexpr = gl.NVMMASharedLayout(128, 16, 3)
         query_boxes = gl.allocate_shared_memory(dtype, [QUERY_STAGES * 2 * STEP, 1, PLACES, HALF], box)
         grad_boxes = gl.allocate_shared_memory(dtype, [GRAD_STAGES * 2 * STEP, 1, PLACES, HALF], box)
-        query_smem = query_boxes._reinterpret(dtype, [QUERY_STAGES, ROWS, SIZE], matrix)
-        grad_smem = grad_boxes._reinterpret(dtype, [GRAD_STAGES, ROWS, SIZE], matrix)
+        query_smem = reinterpret(query_boxes, dtype, [QUERY_STAGES, ROWS, SIZE], matrix)
+        grad_smem = reinterpret(grad_boxes, dtype, [GRAD_STAGES, ROWS, SIZE], matrix)
         probs_smem = gl.allocate_shared_memory(dtype, [1, ROWS, SIZE], matrix)
         dscores_smem = gl.allocate_shared_memory(dtype, [1, ROWS, SIZE], matrix)
-        dq_smem = dscores_smem._reinterpret(gl.float16, [1, ROWS, SIZE], matrix)
+        dq_smem = reinterpret(dscores_smem, gl.float16, [1, ROWS, SIZE], matrix)
         # Of each row lse, delta, unit, last key.
         rows_smem = gl.allocate_shared_memory(gl.float32, [GRAD_STAGES * 4, ROWS], flat)
-        last_key_smem = rows_smem._reinterpret(gl.int32, [GRAD_STAGES * 4, ROWS], flat)
+        last_key_smem = reinterpret(rows_smem, gl.int32, [GRAD_STAGES * 4, ROWS], flat)
         # [PAIRS, ROWS]: which rows of a tile are a pair's.
         heads_layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
         owner = gl.arange(0, ROWS, layout=gl.SliceLayout(0, heads_layout)) // PLACES
