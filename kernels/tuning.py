@@ -50,11 +50,11 @@ TABLE: dict[tuple[str, str, int, int, int], TileConfig] = {
     ("dense_kl_bwd", "any", 0, 0, 4): TileConfig(32, 32, num_warps=4, num_stages=1),
     ("dense_kl_bwd", INTERPRETER, 0, 0, 0): TileConfig(128, 128, num_warps=4, num_stages=1),
     # Rows: queries x heads of a tile; columns: queries of one work item.
-    ("sparse_attention_fwd", "sm90", 0, 0, 2): TileConfig(64, 256, num_warps=4, num_stages=1),
+    ("sparse_attention_fwd", "sm90", 0, 0, 2): TileConfig(64, 512, num_warps=4, num_stages=1),
     ("sparse_attention_fwd", "any", 0, 0, 2): TileConfig(64, 512, num_warps=4, num_stages=1),
     ("sparse_attention_fwd", "any", 0, 0, 4): TileConfig(16, 512, num_warps=8, num_stages=1),
     ("sparse_attention_fwd", INTERPRETER, 0, 0, 0): TileConfig(64, 64, num_warps=4, num_stages=1),
-    ("sparse_attention_bwd", "sm90", 0, 0, 2): TileConfig(64, 512, num_warps=8, num_stages=3),
+    ("sparse_attention_bwd", "sm90", 0, 0, 2): TileConfig(64, 1024, num_warps=8, num_stages=3),
     ("sparse_attention_bwd", "any", 0, 0, 2): TileConfig(64, 512, num_warps=8, num_stages=1),
     ("sparse_attention_bwd", "any", 0, 0, 4): TileConfig(16, 512, num_warps=8, num_stages=1),
     ("sparse_attention_bwd", INTERPRETER, 0, 0, 0): TileConfig(64, 64, num_warps=4, num_stages=1),

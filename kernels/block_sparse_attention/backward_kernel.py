@@ -321,7 +321,6 @@ def _dq_kernel(
     NUM_SELECTED: tl.constexpr,
     SLOTS: tl.constexpr,
     HEADS: tl.constexpr,
-    PLACES: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -337,11 +336,11 @@ def _dq_kernel(
     )  # fmt: skip
     # No id has to be waited for below.
     num_used = tl.sum(is_used.to(tl.int32), 1)
-    first_place = (row // HEADS) * (NUM_SELECTED * PLACES) + query_head % HEADS
+    first_place = (row // HEADS) * (NUM_SELECTED * HEADS) + query_head % HEADS
     offs_d = tl.arange(0, HEAD_DIM)[None, :]
     dq = tl.zeros((ROWS, HEAD_DIM), dtype=tl.float32)
     for slot in tl.range(0, tl.max(num_used, 0), num_stages=STAGES):
-        place = first_place + slot * PLACES
+        place = first_place + slot * HEADS
         partial = tl.load(partial_ptr + place[:, None] * HEAD_DIM + offs_d, mask=(slot < num_used)[:, None], other=0.0)
         dq += partial.to(tl.float32)
     place = query_row * (NUM_GROUPS * HEADS) + query_head

@@ -14,7 +14,7 @@ from .backward_kernel import (
     _sparse_attention_bwd_kernel,
     _sum_slots_kernel,
 )
-from .hopper_backward_launch import HopperBackward, rows_per_pair, takes_hopper_backward
+from .hopper_launch import HopperBackward, takes_hopper_kernels
 from .launch_support import centre_keys, chunk_ranges, index_arguments, partial_dtype, tile_for, value_sizes
 from .reverse_index import ReverseIndex, build_reverse_index
 
@@ -93,17 +93,14 @@ def sparse_backward(
         **heads_of_rows,
     )
     chunk_rows = min(query_chunk, num_queries)
-    is_hopper = takes_hopper_backward(query, num_groups, block_size)
-    places = rows_per_pair(heads) if is_hopper else heads
-    partial = query.new_empty(
-        (chunk_rows, num_groups, num_selected, places, head_dim), dtype=partial_dtype(query.dtype)
-    )
+    partial = query.new_empty((chunk_rows, num_groups, num_selected, heads, head_dim), dtype=partial_dtype(query.dtype))
     teacher = partial
     if on_teacher is not None:
         teacher = partial.new_empty((*partial.shape[:3], block_size))
     dk_slots, dv_slots = (
         query.new_empty((index.max_slots, block_size, head_dim), dtype=torch.float32) for _ in range(2)
     )
+    is_hopper = takes_hopper_kernels(query, num_groups, block_size)
     hopper = HopperBackward(query, grad, partial) if is_hopper else None
     key_blocks, rows = (key, centred, value), (lse, delta, unit)
     tables = [query_table, block_table, *index_arguments(index, slots=True)]
@@ -112,7 +109,7 @@ def sparse_backward(
     for chunk, (first_query, chunk_queries) in enumerate(chunk_ranges(index, num_queries)):
         numbers = (chunk, first_query * num_groups * num_selected, num_blocks, softmax_scale)
         if hopper is not None:
-            hopper.launch(index.max_items, key_blocks, rows, tables, results, numbers, PLACES=places, **sizes)
+            hopper.launch(index.max_items, key_blocks, rows, tables, results, numbers, **sizes)
         else:
             _sparse_attention_bwd_kernel[(index.max_items,)](
                 query,
@@ -149,7 +146,6 @@ def sparse_backward(
             chunk_queries,
             softmax_scale,
             *block_indices.stride(),
-            PLACES=places,
             STAGES=combine.num_stages,
             **blocks,
             **heads_of_rows,

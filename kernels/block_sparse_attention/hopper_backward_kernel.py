@@ -3,9 +3,6 @@
 A Triton program waits at each of its products. Here five groups of warps work side by side and meet at barriers in
 shared memory: one brings rows of queries, one makes P, dS and dQ of each tile, one adds up dV and one dK from what that
 one leaves in shared memory, and one stores dQ.
-
-A barrier is waited for by the parity of its uses. A "full" one is first completed by the first tile; an "empty" one
-counts as completed before, so that the first tile does not wait.
 """
 
 from triton.experimental import gluon
@@ -20,18 +17,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..gluon_support import async_load, reinterpret, tma_load, tma_store
+from .hopper_tiles import COPY_REGISTERS, HALF, ROWS, SIZE, find_item, load_block, make_barriers
 
-ROWS = gl.constexpr(64)
-HALF = gl.constexpr(64)
-# Block size and head dim.
-SIZE = gl.constexpr(128)
 # Queries of the next tile are needed before dK of this one is done; their gradients are not.
 QUERY_STAGES = gl.constexpr(3)
 GRAD_STAGES = gl.constexpr(2)
-# Registers of a thread: 128 accumulators and what ptxas wants beside them, and the least that there is. The group that
-# makes P gets the rest, 168.
+# 128 accumulators and what ptxas wants beside them. The group that makes P gets the rest, 168.
 SUM_REGISTERS = gl.constexpr(160)
-COPY_REGISTERS = gl.constexpr(24)
 # Columns of the smallest product.
 PAIRS = gl.constexpr(8)
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -139,17 +131,17 @@ def _make_rows(
 
 @gluon.jit
 def _store_dq(
-    dq_smem, dq_full, dscores_empty, dq_desc, pairs_ptr, start, end, first_pair, PLACES: gl.constexpr,
+    dq_boxes, dq_full, dscores_empty, dq_desc, pairs_ptr, start, end, first_pair, STEP: gl.constexpr,
 ):  # fmt: skip
-    """Copy a tile's rows of dQ to their slots, PLACES rows for each pair."""
-    STEP: gl.constexpr = ROWS // PLACES
+    """Copy a tile's rows of dQ to their slots; TMA leaves out what is past the last head."""
     for tile in range(0, gl.cdiv(end - start, STEP)):
         first = start + tile * STEP
         mbarrier.wait(dq_full, tile & 1)
         for j in gl.static_range(STEP):
             if first + j < end:
-                row = (gl.load(pairs_ptr + first + j) - first_pair) * PLACES
-                tma_store(dq_desc, [row, 0], dq_smem.index(0).slice(j * PLACES, PLACES))
+                slot = gl.load(pairs_ptr + first + j) - first_pair
+                for half in gl.static_range(2):
+                    tma_store(dq_desc, [slot, 0, half * HALF], dq_boxes.index(half * STEP + j))
         tma.store_wait(0)
         mbarrier.arrive(dscores_empty, count=1)
 
@@ -221,24 +213,6 @@ def _make_dv(
     _put_sum(dv, dv_ptr, dv_slot_ptr, first_key, num_keys, group, is_only, slot, NUM_GROUPS)
 
 
-@gluon.jit
-def _load_block(ptr, first_key, num_keys, stride_t, smem):
-    """Keys [SIZE, SIZE] of one block; 0 past its end, so that nothing outside the document is read."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    offs = gl.arange(0, SIZE, layout=gl.SliceLayout(1, layout))
-    address = (first_key + offs).to(gl.int64)[:, None] * stride_t
-    address += gl.arange(0, SIZE, layout=gl.SliceLayout(0, layout))[None, :]
-    smem.store(gl.load(ptr + address, mask=(offs < num_keys)[:, None], other=0.0))
-
-
-@gluon.jit
-def _barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
-    barriers = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(NUMBER):
-        mbarrier.init(barriers.index(i), count=ARRIVALS)
-    return barriers
-
-
 @gluon.jit(do_not_specialize=["chunk", "first_pair", "num_blocks"])
 def hopper_bwd_kernel(
     query_desc,
@@ -282,15 +256,9 @@ def hopper_bwd_kernel(
     """One program per item, as _sparse_attention_bwd_kernel; infinity_ptr points at one +inf."""
     item = gl.load(chunk_item_ptr + chunk) + gl.program_id(0)
     if item < gl.load(chunk_item_ptr + chunk + 1):
-        # As find_item of kernel.py.
-        row = gl.load(item_row_ptr + item)
-        row_start = gl.load(row_start_ptr + row)
-        num_pairs = (gl.load(row_start_ptr + row + 1) - row_start).to(gl.int64)
-        number = item - gl.load(row_item_ptr + row)
-        num_items = gl.load(row_item_ptr + row + 1) - gl.load(row_item_ptr + row)
-        start = row_start + (num_pairs * number // num_items).to(gl.int32)
-        end = row_start + (num_pairs * (number + 1) // num_items).to(gl.int32)
-        local_end = gl.load(local_end_ptr + row)
+        row, start, end, local_end, number, num_items = find_item(
+            item, row_start_ptr, local_end_ptr, row_item_ptr, item_row_ptr
+        )
         slot = gl.load(row_slot_ptr + row) + number
         is_only = num_items == 1
         block = row % num_blocks
@@ -314,6 +282,7 @@ def hopper_bwd_kernel(
         probs_smem = gl.allocate_shared_memory(dtype, [1, ROWS, SIZE], matrix)
         dscores_smem = gl.allocate_shared_memory(dtype, [1, ROWS, SIZE], matrix)
         dq_smem = reinterpret(dscores_smem, gl.float16, [1, ROWS, SIZE], matrix)
+        dq_boxes = reinterpret(dscores_smem, gl.float16, [2 * STEP, 1, PLACES, HALF], box)
         # Of each row lse, delta, unit, last key.
         rows_smem = gl.allocate_shared_memory(gl.float32, [GRAD_STAGES * 4, ROWS], flat)
         last_key_smem = reinterpret(rows_smem, gl.int32, [GRAD_STAGES * 4, ROWS], flat)
@@ -322,18 +291,18 @@ def hopper_bwd_kernel(
         owner = gl.arange(0, ROWS, layout=gl.SliceLayout(0, heads_layout)) // PLACES
         is_owner = owner[None, :] == gl.arange(0, PAIRS, layout=gl.SliceLayout(1, heads_layout))[:, None]
         heads_smem = gl.allocate_shared_memory(dtype, [PAIRS, ROWS], matrix, is_owner.to(dtype))
-        query_full = _barriers(QUERY_STAGES, 1)
-        query_empty = _barriers(QUERY_STAGES, 2)
+        query_full = make_barriers(QUERY_STAGES, 1)
+        query_empty = make_barriers(QUERY_STAGES, 2)
         # The loader's own word, and one from each of its threads when its cp.async are there.
-        grad_full = _barriers(GRAD_STAGES, 33)
-        grad_empty = _barriers(GRAD_STAGES, 2)
-        probs_full, probs_empty = _barriers(1, 1).index(0), _barriers(1, 1).index(0)
-        dscores_full, dscores_empty = _barriers(1, 1).index(0), _barriers(1, 1).index(0)
-        dk_done, dq_full = _barriers(1, 1).index(0), _barriers(1, 1).index(0)
+        grad_full = make_barriers(GRAD_STAGES, 33)
+        grad_empty = make_barriers(GRAD_STAGES, 2)
+        probs_full, probs_empty = make_barriers(1, 1).index(0), make_barriers(1, 1).index(0)
+        dscores_full, dscores_empty = make_barriers(1, 1).index(0), make_barriers(1, 1).index(0)
+        dk_done, dq_full = make_barriers(1, 1).index(0), make_barriers(1, 1).index(0)
         wide_group = group.to(gl.int64)
-        _load_block(key_ptr + wide_group * stride_kg, first_key, num_keys, stride_kt, key_smem.index(0))
-        _load_block(value_ptr + wide_group * stride_vg, first_key, num_keys, stride_vt, value_smem.index(0))
-        _load_block(centred_ptr + wide_group * SIZE, first_key, num_keys, NUM_GROUPS * SIZE, centred_smem.index(0))
+        load_block(key_ptr + wide_group * stride_kg, first_key, num_keys, stride_kt, key_smem.index(0))
+        load_block(value_ptr + wide_group * stride_vg, first_key, num_keys, stride_vt, value_smem.index(0))
+        load_block(centred_ptr + wide_group * SIZE, first_key, num_keys, NUM_GROUPS * SIZE, centred_smem.index(0))
         fence_async_shared()
         gl.warp_specialize(
             [
@@ -356,7 +325,7 @@ def hopper_bwd_kernel(
                     query_boxes, grad_boxes, rows_smem, last_key_smem, query_full, query_empty, grad_full, grad_empty,
                     start, end, group, NUM_GROUPS * NUM_SELECTED, NUM_GROUPS * HEADS, HEADS, PLACES,
                 )),
-                (_store_dq, (dq_smem, dq_full, dscores_empty, dq_desc, pairs_ptr, start, end, first_pair, PLACES)),
+                (_store_dq, (dq_boxes, dq_full, dscores_empty, dq_desc, pairs_ptr, start, end, first_pair, STEP)),
             ],
             [4, 4, 1, 1],
             [SUM_REGISTERS, SUM_REGISTERS, COPY_REGISTERS, COPY_REGISTERS],

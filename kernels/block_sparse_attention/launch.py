@@ -9,6 +9,7 @@ from ..segments import Segments
 from ..triton_support import check_triton, dot_precision, next_power_of_two, unit_stride
 from ..tuning import longest_query_tile_document
 from .backward_launch import OnTeacher, sparse_backward
+from .hopper_launch import HopperForward, takes_hopper_kernels
 from .kernel import _combine_kernel, _sparse_attention_fwd_kernel
 from .launch_support import (
     QUERY_CHUNK,
@@ -123,38 +124,36 @@ def _sparse_forward(
     chunk_rows = min(query_chunk, num_queries)
     partial = query.new_empty((chunk_rows, num_groups, num_selected, heads, head_dim), dtype=partial_dtype(query.dtype))
     partial_lse, partial_weight = (query.new_empty(partial.shape[:4], dtype=torch.float32) for _ in range(2))
+    hopper = HopperForward(query, partial) if takes_hopper_kernels(query, num_groups, block_size) else None
+    tables = [query_table, block_table, value_size, *index_arguments(index)]
+    results = (partial_lse, partial_weight)
+    sizes = dict(NUM_GROUPS=num_groups, NUM_SELECTED=num_selected, HEADS=heads)
     for chunk, (first_query, chunk_queries) in enumerate(chunk_ranges(index, num_queries)):
-        _sparse_attention_fwd_kernel[(index.max_items,)](
-            query,
-            key,
-            value,
-            query_table,
-            block_table,
-            value_size,
-            *index_arguments(index),
-            partial,
-            partial_lse,
-            partial_weight,
-            chunk,
-            first_query * num_groups * num_selected,
-            num_blocks,
-            softmax_scale * 1.4426950408889634,
-            *query.stride()[:2],
-            *key.stride()[:2],
-            *value.stride()[:2],
-            NUM_GROUPS=num_groups,
-            NUM_SELECTED=num_selected,
-            HEADS=heads,
-            HEAD_DIM=head_dim,
-            BLOCK_SIZE=block_size,
-            ROWS=tile.rows,
-            PRECISION=dot_precision(query.dtype),
-            num_warps=tile.num_warps,
-        )
+        numbers = (chunk, first_query * num_groups * num_selected, num_blocks, softmax_scale * 1.4426950408889634)
+        if hopper is not None:
+            hopper.launch(index.max_items, key, value, tables, results, numbers, **sizes)
+        else:
+            _sparse_attention_fwd_kernel[(index.max_items,)](
+                query,
+                key,
+                value,
+                *tables,
+                partial,
+                *results,
+                *numbers,
+                *query.stride()[:2],
+                *key.stride()[:2],
+                *value.stride()[:2],
+                HEAD_DIM=head_dim,
+                BLOCK_SIZE=block_size,
+                ROWS=tile.rows,
+                PRECISION=dot_precision(query.dtype),
+                num_warps=tile.num_warps,
+                **sizes,
+            )
         _combine_kernel[(triton.cdiv(chunk_queries * num_heads, combine.rows),)](
             partial,
-            partial_lse,
-            partial_weight,
+            *results,
             block_indices,
             query_table,
             output,
@@ -162,15 +161,13 @@ def _sparse_forward(
             first_query,
             chunk_queries,
             *block_indices.stride(),
-            NUM_GROUPS=num_groups,
-            NUM_SELECTED=num_selected,
             SLOTS=next_power_of_two(num_selected),
-            HEADS=heads,
             HEAD_DIM=head_dim,
             BLOCK_SIZE=block_size,
             ROWS=combine.rows,
             STAGES=combine.num_stages,
             num_warps=combine.num_warps,
+            **sizes,
         )
 
 

@@ -164,7 +164,6 @@ class IndexGradient:
             *self.block_indices.stride(),
             SLOTS=next_power_of_two(num_selected),
             HEADS=1,
-            PLACES=1,
             HEAD_DIM=index_dim,
             ROWS=combine.rows,
             STAGES=combine.num_stages,

@@ -1,10 +1,10 @@
-"""The Hopper kernel of the sparse backward gives the bits of the Triton kernel, in gradients and in the KL from its P."""
+"""The Hopper kernels give the bits of the Triton kernels: output, gradients, and the KL made from the backward's P."""
 
 import pytest
 import torch
 
 from msa_pretrain.kernels import Segments, select_blocks, sparse_attention_with_kl
-from msa_pretrain.kernels.block_sparse_attention import backward_launch
+from msa_pretrain.kernels.block_sparse_attention import backward_launch, launch
 
 pytestmark = [
     pytest.mark.gpu,
@@ -20,21 +20,22 @@ BORDERS = [0, 1, 20, 3125, 3140, 8900]
 NUM_TOKENS = 9000
 
 
-def gradients(monkeypatch, is_hopper, inputs, grad, segments, ids, index_lse):
+def output_and_gradients(monkeypatch, is_hopper, inputs, grad, segments, ids, index_lse):
     if not is_hopper:
-        monkeypatch.setattr(backward_launch, "takes_hopper_backward", lambda *arguments: False)
+        for module in (launch, backward_launch):
+            monkeypatch.setattr(module, "takes_hopper_kernels", lambda *arguments: False)
     sums = []
     output = sparse_attention_with_kl(
         *inputs, ids, index_lse, segments, block_size=128, kl_weight=0.5, record=sums.append, query_chunk=4096
     )
-    results = [*torch.autograd.grad(output, inputs, grad), *sums]
+    results = [output.detach(), *torch.autograd.grad(output, inputs, grad), *sums]
     monkeypatch.undo()
     return results
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("n, g", [(64, 4), (48, 8), (10, 2), (12, 1), (6, 1)])
-def test_the_bits_are_those_of_the_triton_kernel(n, g, dtype, monkeypatch):
+def test_the_bits_are_those_of_the_triton_kernels(n, g, dtype, monkeypatch):
     """Several chunks, items and slots; strided heads; NaN in the padding, which TMA may not bring in."""
     generator = torch.Generator(DEVICE).manual_seed(n)
 
@@ -52,7 +53,7 @@ def test_the_bits_are_those_of_the_triton_kernel(n, g, dtype, monkeypatch):
         sizes = {"block_size": 128, "num_selected_blocks": 16}
         ids, index_lse = select_blocks(*inputs[3:], segments, backend="triton", **sizes)
     arguments = (inputs, grad, segments, ids, index_lse)
-    ours, theirs = (gradients(monkeypatch, is_hopper, *arguments) for is_hopper in (True, False))
+    ours, theirs = (output_and_gradients(monkeypatch, is_hopper, *arguments) for is_hopper in (True, False))
     for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         valid = a[: BORDERS[-1]] if a.ndim else a
         assert valid.isfinite().all() and valid.abs().max() > 0, number

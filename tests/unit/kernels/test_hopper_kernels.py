@@ -1,0 +1,46 @@
+"""The Hopper kernels compile here, for a GPU that is not here, and know what they can do."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from msa_pretrain.kernels.block_sparse_attention.hopper_launch import describe, rows_per_pair, takes_hopper_kernels
+
+MOST_SHARED_MEMORY = 232448
+
+
+def test_they_compile_for_sm90_with_registers_for_their_products(tmp_path):
+    """ptxas runs products one after the other where their accumulators do not fit, and says so."""
+    script = Path(__file__).with_name("compile_for_hopper.py")
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    result = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "spill" in result.stdout and "serialized" not in result.stdout
+    kernels = re.findall(r"(\w+): shared (\d+), products (\d+)\n", result.stdout)
+    assert [(name, int(products)) for name, _, products in kernels] == [("forward", 48), ("backward", 56)]
+    assert all(int(shared) <= MOST_SHARED_MEMORY for _, shared, _ in kernels)
+
+
+def test_nothing_but_a_hopper_takes_it():
+    query = torch.zeros(4, 64, 128, dtype=torch.bfloat16)
+    assert not takes_hopper_kernels(query, 4, 128)
+
+
+@pytest.mark.parametrize("heads, rows", [(5, 8), (6, 8), (8, 8), (9, 16), (16, 16)])
+def test_a_pair_has_eight_or_sixteen_rows(heads, rows):
+    assert rows_per_pair(heads) == rows
+
+
+def test_a_view_that_tma_cannot_read_is_copied():
+    whole = torch.arange(3 * 2 * 132, dtype=torch.float32).to(torch.float16).view(3, 2, 132)
+    for view, is_copied in ((whole[:, :, :128], True), (torch.zeros(3, 4, 128, dtype=torch.float16)[:, ::2], False)):
+        descriptor = describe(view, [1, 8, 64])
+        assert torch.equal(descriptor.base, view)
+        assert (descriptor.base.data_ptr() != view.data_ptr()) == is_copied
+        assert list(descriptor.shape) == [3, 2, 128] and all(stride % 8 == 0 for stride in descriptor.strides[:2])
