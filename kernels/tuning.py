@@ -26,6 +26,10 @@ TABLE: dict[tuple[str, str, int, int, int], TileConfig] = {
     ("block_scores", "any", 0, 0, 2): TileConfig(128, 128, num_warps=8, num_stages=2),
     ("block_scores", "any", 0, 0, 4): TileConfig(64, 128, num_warps=8, num_stages=1),
     ("block_scores", INTERPRETER, 0, 0, 0): TileConfig(128, 128, num_warps=4, num_stages=1),
+    # Documents that keep all their blocks; columns: a block.
+    ("select_all", "any", 0, 0, 2): TileConfig(64, 0, num_warps=4, num_stages=3),
+    ("select_all", "any", 0, 0, 4): TileConfig(32, 0, num_warps=4, num_stages=1),
+    ("select_all", INTERPRETER, 0, 0, 0): TileConfig(128, 0, num_warps=4, num_stages=1),
     # Rows ranked by one program, block scores looked at in one step; more than one warp is 4 times slower.
     ("rank_blocks", "any", 0, 0, 0): TileConfig(8, 32, num_warps=1, num_stages=1),
     ("rank_blocks", INTERPRETER, 0, 0, 0): TileConfig(128, 64, num_warps=4, num_stages=1),
@@ -91,7 +95,7 @@ TABLE: dict[tuple[str, str, int, int, int], TileConfig] = {
 # (architecture, n/g, bytes of an element): documents of up to so many keys are faster by query tiles than keys outer in
 # the forward of block-sparse attention. What is not here always goes keys outer.
 QUERY_TILE_UP_TO: dict[tuple[str, int, int], int] = {
-    ("sm90", 16, 2): 6144,
+    ("sm90", 16, 2): 5120,
     ("sm90", 6, 2): 6144,
 }
 

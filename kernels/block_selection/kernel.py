@@ -256,6 +256,51 @@ def _rank_blocks_kernel(
     _store_ascending(out_ptr, best, mask_row[:, None], NUM_SELECTED, NUM_BEST)
 
 
+@triton.jit
+def _select_all_kernel(
+    q_ptr, k_ptr, query_tiles_ptr, ids_ptr, lse_ptr,
+    scale_log2, stride_qt, stride_qg, stride_qi, stride_kt, stride_ki,
+    NUM_GROUPS: tl.constexpr, NUM_SELECTED: tl.constexpr, NUM_BEST: tl.constexpr, INDEX_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_SIZE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One program per (query tile, group) of documents that have no more blocks than are kept: all ids, and the lse."""
+    pid = tl.program_id(0)
+    tile = query_tiles_ptr + (pid // NUM_GROUPS).to(tl.int64) * 4
+    group = (pid % NUM_GROUPS).to(tl.int64)
+    first = tl.load(tile)
+    num_rows = tl.load(tile + 1)
+    position = tl.load(tile + 2)
+    key_first = tl.load(tile + 3)
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_n = tl.arange(0, BLOCK_SIZE)
+    offs_i = tl.arange(0, INDEX_DIM)
+    mask_m = offs_m < num_rows
+    q_tile = tl.load(
+        q_ptr + (first + offs_m)[:, None] * stride_qt + group * stride_qg + offs_i[None, :] * stride_qi,
+        mask=mask_m[:, None], other=0.0,
+    )  # fmt: skip
+    num_keys = position + num_rows
+    # Every row sees key 0, so the running maximum is finite from the first block on.
+    largest = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    for start in tl.range(0, num_keys.to(tl.int32), BLOCK_SIZE, num_stages=STAGES):
+        key_position = start + offs_n
+        k_tile = tl.load(
+            k_ptr + (key_first + key_position)[None, :] * stride_kt + offs_i[:, None] * stride_ki,
+            mask=(key_position < num_keys)[None, :], other=0.0,
+        )  # fmt: skip
+        x = tl.dot(q_tile, k_tile, input_precision=PRECISION) * scale_log2
+        x = tl.where(key_position[None, :] <= (position + offs_m)[:, None], x, float("-inf"))
+        larger = tl.maximum(largest, tl.max(x, axis=1))
+        total = total * tl.exp2(largest - larger) + tl.sum(tl.exp2(x - larger[:, None]), axis=1)
+        largest = larger
+    out = (first + offs_m) * NUM_GROUPS + group
+    tl.store(lse_ptr + out, (largest + tl.log2(total)) * LN2, mask=mask_m)
+    block = tl.arange(0, NUM_BEST)[None, :]
+    ids = tl.where(block <= ((position + offs_m) // BLOCK_SIZE)[:, None], block, -1)
+    tl.store(ids_ptr + out[:, None] * NUM_SELECTED + block, ids, mask=mask_m[:, None] & (block < NUM_SELECTED))
+
+
 @triton.jit(do_not_specialize=["num_blocks"])
 def _kept_lse_kernel(
     q_ptr, k_ptr, query_table_ptr, block_table_ptr, pairs_ptr, row_start_ptr, local_end_ptr, row_item_ptr,

@@ -44,9 +44,11 @@ def _select_blocks(
     index_query: Tensor,
     index_key: Tensor,
     tiles: Tensor,
+    key_tile_table: Tensor,
+    short_tiles: Tensor,
+    long_tiles: Tensor,
     score_tiles: Tensor,
     chunks: Tensor,
-    key_tile_table: Tensor,
     query_table: Tensor,
     block_table: Tensor,
     block_size: int,
@@ -54,7 +56,11 @@ def _select_blocks(
     init_blocks: int,
     all_rows_valid: bool,
 ) -> tuple[Tensor, Tensor]:
-    """`chunks` is on the CPU; the other tables are on the device of the index tensors."""
+    """`chunks` is on the CPU; the other tables are on the device of the index tensors.
+
+    Short documents have no more blocks than are kept: there is nothing to rank. What follows `short_tiles` is of the
+    others alone.
+    """
     num_rows, num_groups, index_dim = index_query.shape
     device, dtype = index_query.device, index_query.dtype
     shape = (num_rows, num_groups, num_selected)
@@ -81,22 +87,33 @@ def _select_blocks(
             NUM_GROUPS=num_groups, INDEX_DIM=index_dim, BLOCK_M=config.rows, BLOCK_SIZE=block_size,
             PRECISION=precision,
         )  # fmt: skip
-    plan = chunks.tolist()
-    scores = torch.empty(max(size for _, _, size in plan), dtype=torch.float32, device=device)
+    plan = chunks.tolist() if len(long_tiles) else []
+    scores = torch.empty(max((size for _, _, size in plan), default=0), dtype=torch.float32, device=device)
     for first, count, _ in plan:
         kernel._block_scores_kernel[(count * num_groups,)](
-            index_query, index_key, tiles, score_tiles, scores, first, *strides,
+            index_query, index_key, long_tiles, score_tiles, scores, first, *strides,
             NUM_GROUPS=num_groups, INDEX_DIM=index_dim, BLOCK_M=config.rows, BLOCK_SIZE=block_size,
             PRECISION=precision, STAGES=config.num_stages, num_warps=config.num_warps,
         )  # fmt: skip
         kernel._rank_blocks_kernel[(count * num_groups * (config.rows // rank.rows),)](
-            scores, tiles, score_tiles, ids, first,
+            scores, long_tiles, score_tiles, ids, first,
             NUM_GROUPS=num_groups, NUM_SELECTED=num_selected, NUM_BEST=num_best, INIT_BLOCKS=init_blocks,
             BLOCK_M=config.rows, BLOCK_SIZE=block_size, ROWS=rank.rows, COLUMNS=rank.columns,
             BITONIC=device.type == "cuda", num_warps=rank.num_warps,
         )  # fmt: skip
     del scores
-    lse = _kept_lse(index_query, index_key, ids, query_table, block_table, block_size)
+    if plan:
+        lse = _kept_lse(index_query, index_key, ids, query_table, block_table, block_size)
+    else:
+        lse = torch.full(shape[:2], -torch.inf, dtype=torch.float32, device=device)
+    if len(short_tiles):
+        config = tile_config("select_all", device, head_dim=index_dim, itemsize=dtype.itemsize)
+        kernel._select_all_kernel[(len(short_tiles) * num_groups,)](
+            index_query, index_key, short_tiles, ids, lse, index_dim**-0.5 * kernel.LOG2E.value, *strides,
+            NUM_GROUPS=num_groups, NUM_SELECTED=num_selected, NUM_BEST=next_power_of_two(num_selected),
+            INDEX_DIM=index_dim, BLOCK_M=config.rows, BLOCK_SIZE=block_size, PRECISION=precision,
+            STAGES=config.num_stages, num_warps=config.num_warps,
+        )  # fmt: skip
     if device.type == "cpu":
         report.raise_if_arrived("select_blocks")
     return ids, lse
@@ -104,8 +121,8 @@ def _select_blocks(
 
 @_select_blocks.register_fake
 def _(
-    index_query, index_key, tiles, score_tiles, chunks, key_tile_table, query_table, block_table, block_size,
-    num_selected, init_blocks, all_rows_valid,
+    index_query, index_key, tiles, key_tile_table, short_tiles, long_tiles, score_tiles, chunks, query_table,
+    block_table, block_size, num_selected, init_blocks, all_rows_valid,
 ):  # fmt: skip
     shape = index_query.shape[:2]
     ids = index_query.new_empty((*shape, num_selected), dtype=torch.int32)
@@ -167,19 +184,23 @@ def select_blocks_triton(
     check_choice(op, "num_selected_blocks of", num_selected_blocks, NUM_SELECTED)
     device = index_query.device
     rows = tile_config("block_scores", device, head_dim=index_dim, itemsize=index_query.dtype.itemsize).rows
+    short_rows = tile_config("select_all", device, head_dim=index_dim, itemsize=index_query.dtype.itemsize).rows
+    short, long = segments.split_at(num_selected_blocks * block_size)
     name = f"score_plan_{num_groups}_{rows}_{block_size}"
 
     def plan(part: int) -> Tensor:
-        return _build_score_plan(query_tiles(segments, "cpu", rows=rows), num_groups, rows, block_size)[part]
+        return _build_score_plan(query_tiles(long, "cpu", rows=rows), num_groups, rows, block_size)[part]
 
     return _select_blocks(
         index_query.detach(),
         index_key.detach(),
         query_tiles(segments, device, rows=rows),
-        segments.cached(name + "_tiles", device, lambda: plan(0)),
-        segments.cached(name + "_chunks", "cpu", lambda: plan(1)),
         key_tiles(segments, device, rows=block_size),
-        *document_tables(segments, block_size, device),
+        query_tiles(short, device, rows=short_rows),
+        query_tiles(long, device, rows=rows),
+        long.cached(name + "_tiles", device, lambda: plan(0)),
+        long.cached(name + "_chunks", "cpu", lambda: plan(1)),
+        *document_tables(long, block_size, device),
         block_size,
         num_selected_blocks,
         init_blocks,

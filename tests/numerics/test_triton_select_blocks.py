@@ -268,3 +268,17 @@ def test_refusals(change, message):
     x = inputs(6, 6, dtype=arguments["dtype"], i=arguments["i"])
     with pytest.raises(ValueError, match=message):
         run(*x, Segments.from_cu_seqlens([0, 6]), block_size=arguments["block_size"], k=arguments["k"])
+
+
+@pytest.mark.parametrize(
+    "segments", [Segments.from_cu_seqlens(BORDERS, BORDERS[-1] + 3), FRAGMENTS], ids=["whole", "pieces"]
+)
+@pytest.mark.parametrize("k", [9, 12, 32])
+def test_documents_that_keep_all_their_blocks_are_not_ranked(segments, k, monkeypatch):
+    """Up to 9 blocks of 16 tokens, with the first k that fits and one between powers of two."""
+    from msa_pretrain.kernels.block_selection import kernel
+
+    index = inputs(segments.num_queries, 180 if segments is FRAGMENTS else segments.num_queries)
+    expected = run(*index, segments, k=k, init_blocks=1, backend="reference")
+    monkeypatch.setattr(kernel, "_rank_blocks_kernel", None)
+    assert_same(run(*index, segments, k=k, init_blocks=1), expected)
