@@ -84,8 +84,7 @@ def _add_head(
         query_smem, key_smem, query_full, key_full, zeros, next_tile, next_head, num_tiles, PART, HEADS
     )
     total += gl.exp2(scores * (scale * LOG2E) - lse[:, None])
-    # Named here so that the exponentials come before the wait.
-    coming, total = warpgroup_mma_wait(0, deps=[coming, total])
+    coming = warpgroup_mma_wait(0, deps=[coming])
     if not RESIDENT:
         stage = (next_tile * HEADS + next_head) % QUERY_STAGES
         mbarrier.arrive(query_empty.index(stage), count=1, pred=next_tile < num_tiles)
