@@ -37,6 +37,9 @@ class Segments:
     _parts: dict[int, tuple["Segments", "Segments"]] = field(
         default_factory=dict, init=False, repr=False, compare=False, hash=False
     )
+    _chunks: dict[int, tuple["Segments", ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False, hash=False
+    )
 
     def __post_init__(self) -> None:
         if self.num_queries < 0 or self.num_keys < 0:
@@ -131,6 +134,24 @@ class Segments:
                 Segments(long, self.num_queries, self.num_keys),
             )
         return self._parts[num_keys]
+
+    def chunks(self, num_rows: int) -> tuple["Segments", ...]:
+        """The fragments `num_rows` query rows at a time, each with the keys that its last query sees; none is empty.
+
+        Example: one document of 6 tokens by 4 rows: its first 4 tokens, and queries 4 and 5 with all 6 keys.
+        """
+        if num_rows not in self._chunks:
+            parts = []
+            for first in range(0, self.num_queries, num_rows):
+                rows = []
+                for q_start, q_len, k_start, k_len in self.rows:
+                    start, end = max(q_start, first), min(q_start + q_len, first + num_rows)
+                    if start < end:
+                        rows.append((start, end - start, k_start, k_len - (q_start + q_len - end)))
+                if rows:
+                    parts.append(Segments(tuple(rows), self.num_queries, self.num_keys))
+            self._chunks[num_rows] = tuple(parts)
+        return self._chunks[num_rows]
 
     def table(self, device: torch.device | str) -> Tensor:
         """`rows` as int64 [num_segments, 4] on `device`, built once for a device."""

@@ -10,6 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from ..kernels import (
+    attach_dense_kl,
     decode_attention,
     dense_attention,
     dense_indexer_kl,
@@ -184,9 +185,10 @@ class MSAAttention(MegatronModule):
             if measurements is not None:
                 measurements.add_kl(self.layer, kl)
 
-        if trained and not warmup and backend == "triton":
+        is_joint = trained and backend == "triton"
+        loss = dict(kl_weight=context.kl_weight, row_weight=row_weight, record=record)
+        if is_joint and not warmup:
             index = (index_query, index_key, block_indices, index_lse)
-            loss = dict(kl_weight=context.kl_weight, row_weight=row_weight, record=record)
             return sparse_attention_with_kl(query, key, value, *index, segments, **self._sparse, **loss)
         if warmup:
             output, lse = dense_attention(query, key, value, segments, backend=backend)
@@ -195,6 +197,8 @@ class MSAAttention(MegatronModule):
         if not trained and measurements is None:
             return output
         teacher = (index_query, index_key, query, key, lse)
+        if is_joint:
+            return attach_dense_kl(output, *teacher, segments, **loss)
         if warmup:
             kl = dense_indexer_kl(*teacher, segments, backend=backend)
         else:

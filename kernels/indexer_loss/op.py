@@ -54,7 +54,8 @@ def sparse_indexer_kl(
     """
     op = "sparse_indexer_kl"
     check_backend(op, backend, ("reference", "triton"))
-    scale = _check_inputs(op, index_query, index_key, query, key, lse, segments, softmax_scale)
+    check_kl_inputs(op, index_query, index_key, query, key, lse, segments)
+    scale = resolve_scale(op, softmax_scale, query.shape[2])
     check_block_size(op, block_size)
     check_device(op, index_query=index_query, block_indices=block_indices)
     read_ids = backend == "reference" or not block_indices.is_cuda
@@ -99,7 +100,8 @@ def dense_indexer_kl(
     """
     op = "dense_indexer_kl"
     check_backend(op, backend, ("reference", "triton"))
-    scale = _check_inputs(op, index_query, index_key, query, key, lse, segments, softmax_scale)
+    check_kl_inputs(op, index_query, index_key, query, key, lse, segments)
+    scale = resolve_scale(op, softmax_scale, query.shape[2])
     with torch.autocast(index_query.device.type, enabled=False):
         if backend == "triton":
             from .dense_launch import dense_indexer_kl_triton
@@ -110,17 +112,10 @@ def dense_indexer_kl(
         )
 
 
-def _check_inputs(
-    op: str,
-    index_query: Tensor,
-    index_key: Tensor,
-    query: Tensor,
-    key: Tensor,
-    lse: Tensor,
-    segments: Segments,
-    softmax_scale: float | None,
-) -> float:
-    """Check everything but the ids; returns the softmax scale."""
+def check_kl_inputs(
+    op: str, index_query: Tensor, index_key: Tensor, query: Tensor, key: Tensor, lse: Tensor, segments: Segments
+) -> None:
+    """Everything but the ids."""
     check_floating(op, index_query=index_query, index_key=index_key)
     check_floating(op, query=query, key=key)
     check_device(op, index_query=index_query, query=query, lse=lse)
@@ -132,4 +127,3 @@ def _check_inputs(
             "There is one index query head per KV group."
         )
     check_lse(op, lse, query)
-    return resolve_scale(op, softmax_scale, query.shape[2])

@@ -11,6 +11,8 @@ from torch.autograd.function import once_differentiable
 from ..block_sparse_attention.launch import attention_gradients, sparse_attention_triton
 from ..block_sparse_attention.reverse_index import document_tables
 from ..dense_causal_attention.library import dense_tables
+from ..indexer_loss.dense_gradient import dense_kl_gradient
+from ..indexer_loss.hopper_teacher_launch import takes_hopper_teacher
 from ..indexer_loss.sparse_backward import IndexGradient
 from ..segments import Segments
 from ..triton_support import unit_stride
@@ -23,6 +25,13 @@ class IndexLoss:
     factor: float
     row_weight: Tensor | None
     record: Callable[[Tensor], None]
+
+    def weight_of(self, index_query: Tensor) -> Tensor:
+        """fp32 [t_q, g]."""
+        shape = index_query.shape[:2]
+        if self.row_weight is None:
+            return index_query.new_ones(shape, dtype=torch.float32)
+        return self.row_weight.expand(shape).float()
 
 
 class SparseAttentionWithKL(torch.autograd.Function):
@@ -52,9 +61,7 @@ class SparseAttentionWithKL(torch.autograd.Function):
         loss, block_size, scale = ctx.loss, ctx.routes["block_size"], ctx.routes["softmax_scale"]
         query_chunk = ctx.routes["query_chunk"]
         short, long = ctx.segments.split_at(ctx.routes["dense_up_to"])
-        weight = (
-            torch.ones_like(index_lse) if loss.row_weight is None else loss.row_weight.expand(index_lse.shape).float()
-        )
+        weight = loss.weight_of(index_query)
         index_inputs = unit_stride(index_query), unit_stride(index_key)
 
         def gradient_over(segments: Segments) -> IndexGradient:
@@ -68,10 +75,16 @@ class SparseAttentionWithKL(torch.autograd.Function):
             grad, query, key, value, output, lse, block_indices, *tables, *dense_tables(short, query.device),
             block_size, scale, query_chunk, on_teacher=parts[0].add if parts else None,
         )  # fmt: skip
-        if short.num_valid_rows:
-            parts.append(gradient_over(short))
-            parts[-1].add_all((query, key, lse, scale), query_chunk)
-        loss.record(sum(part.kl for part in parts))
+        results = [(part.kl, *part.result()) for part in parts]
+        if short.num_valid_rows and takes_hopper_teacher(query, index_query):
+            # All tokens are kept, so the student is the one over all visible tokens.
+            teacher = (query, key, lse, short, weight, loss.factor)
+            results.append(dense_kl_gradient(*index_inputs, *teacher, softmax_scale=scale, index_lse=index_lse))
+        elif short.num_valid_rows:
+            part = gradient_over(short)
+            part.add_all((query, key, lse, scale), query_chunk)
+            results.append((part.kl, *part.result()))
         # Each part is 0 in the other's rows.
-        index_grads = (sum(each[1:], each[0]) for each in zip(*(part.result() for part in parts), strict=True))
+        value, *index_grads = (sum(each[1:], each[0]) for each in zip(*results, strict=True))
+        loss.record(value)
         return *grads, *index_grads, *[None] * 5

@@ -52,8 +52,7 @@ def sparse_attention_with_kl(
             f"{op}: index_lse [t_q, g] must be {tuple(index_query.shape[:2])} like index_query; got "
             f"{tuple(index_lse.shape)}. Pass the one that select_blocks returned with block_indices."
         )
-    if row_weight is not None and (row_weight.ndim != 2 or row_weight.shape[0] != index_lse.shape[0]):
-        raise ValueError(f"{op}: row_weight must be [t_q, 1] or [t_q, g]; got {tuple(row_weight.shape)}.")
+    check_row_weight(op, row_weight, index_query)
     scale = resolve_scale(op, softmax_scale, query.shape[2])
     from ..block_sparse_attention.launch_support import QUERY_CHUNK, SUPPORTED_SIZES
     from .launch import IndexLoss, SparseAttentionWithKL
@@ -71,3 +70,12 @@ def sparse_attention_with_kl(
             query, key, value, index_query, index_key, block_indices, index_lse, segments, routes, loss
         )
     return output
+
+
+def check_row_weight(op: str, row_weight: Tensor | None, index_query: Tensor) -> None:
+    rows, groups = index_query.shape[:2]
+    if row_weight is not None and row_weight.shape not in ((rows, 1), (rows, groups)):
+        raise ValueError(
+            f"{op}: row_weight must be [t_q, 1] or [t_q, g], here [{rows}, 1] or [{rows}, {groups}]; got "
+            f"{tuple(row_weight.shape)}."
+        )

@@ -131,8 +131,6 @@ class Activations:
         saved["index key"] = self.itemsize * tokens * parallel.context * dim
         if self.phase is Phase.sparse:
             saved |= {"block ids": 4 * tokens * groups * attention.top_k, "student lse": 4 * tokens * groups}
-        else:
-            saved |= {"student": 8 * tokens * groups, "unit gradient": 4 * tokens * groups * dim, "attached loss": 4}
         return saved
 
     def mlp(self, name: str, ffn_size: int, *, input_kept: bool = False) -> Saved:

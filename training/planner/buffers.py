@@ -11,10 +11,11 @@ from ...model.parameters import mlp_parameters
 from .activations import Activations
 from .stages import Held
 
-# Of kernels/block_sparse_attention/launch.py and kernels/block_selection/launch.py, which need Triton to be imported;
-# a test compares them.
+# Of kernels/block_sparse_attention/launch.py, kernels/block_selection/launch.py, and dense_gradient.py and
+# dense_launch.py of kernels/indexer_loss, which need Triton to be imported; a test compares them.
 QUERY_CHUNK = 16384
 SCORE_BUFFER_BYTES = 4 * 2**30
+TEACHER_BYTES, CHUNK_ROWS, PART_KEYS = 2 * 2**30, 128, 8192
 
 # Building the reverse index, one stable sort of (row, pair): docs/results/kernels_run2.json, stage reverse_index, is
 # 36.4 bytes a pair at its peak for both head shapes at 128K tokens; the index that stays has 4.
@@ -94,10 +95,21 @@ def dense_backward(a: Activations) -> float:
     splits = -(-STREAMING_MULTIPROCESSORS // heads) if a.deterministic else 1
     keys = a.tokens * a.spec.parallel.context / a.tokens
     gradients = (2 + 2 * keys) * a.itemsize * unit + 4 * splits * unit
-    if a.phase is not Phase.warmup:
-        return gradients
-    # gradients of the index heads: the query's, and the key's in fp32 for each group
-    return max(gradients, (a.itemsize + 4 * keys) * a.tokens * groups * a.spec.attention.index_dim)
+    return max(gradients, full_sequence_kl(a)) if a.phase is Phase.warmup else gradients
+
+
+def full_sequence_kl(a: Activations) -> float:
+    """The joint op of the warm-up, before the attention's backward, with documents as long as the sequence.
+
+    Gradients of the index heads, the key's in fp32 for each group; six numbers a row. Of a chunk of query rows: P in
+    fp32, and the query gradient in fp32, one for each part of the keys, their sum and its product with the weights.
+    """
+    _, groups = a.heads
+    dim, keys = a.spec.attention.index_dim, a.tokens * a.spec.parallel.context
+    rows = max(TEACHER_BYTES // (4 * groups * keys) // CHUNK_ROWS, 1) * CHUNK_ROWS
+    parts = -(-keys // PART_KEYS)
+    chunk = 4 * min(rows, a.tokens) * groups * (keys + (parts + 2) * dim)
+    return (a.itemsize * a.tokens + 4 * keys) * groups * dim + 24 * a.tokens * groups + chunk
 
 
 def attention(a: Activations, layer: int) -> float:

@@ -8,6 +8,7 @@ import pytest
 
 from msa_pretrain.kernels.block_selection import launch as selection
 from msa_pretrain.kernels.block_sparse_attention import launch as sparse
+from msa_pretrain.kernels.indexer_loss import dense_gradient, dense_launch
 from msa_pretrain.model.config import Phase
 from msa_pretrain.training.planner import buffers
 from msa_pretrain.training.planner.activations import Activations
@@ -29,6 +30,8 @@ def activations(spec, heads, tokens, phase=Phase.sparse, deterministic=False):
 def test_constants_are_those_of_the_kernels():
     assert buffers.QUERY_CHUNK == sparse.QUERY_CHUNK
     assert buffers.SCORE_BUFFER_BYTES == 4 * selection.SCORE_BUFFER
+    assert (buffers.TEACHER_BYTES, buffers.CHUNK_ROWS) == (dense_gradient.TEACHER_BYTES, dense_gradient.CHUNK_ROWS)
+    assert buffers.PART_KEYS == dense_launch.PART_KEYS
 
 
 # stage -> (arithmetic, whether output and lse are in the measured peak, tolerance)
@@ -52,11 +55,20 @@ def test_peaks_of_the_sparse_kernels(config_of, row):
 
 @pytest.mark.parametrize("row", WARMUP, ids=str)
 def test_peak_of_the_warmup(config_of, row):
-    """Output, lse, the student's numbers and the unit gradient stay; FlashAttention's splits cost a third more."""
-    a = activations(config_of().spec, (row["heads"], row["g"]), row["n_tokens"], Phase.warmup, row["deterministic"])
+    """In that run the KL was an op of its own: the attention's peak, with output, lse, student and unit gradient."""
+    a = activations(config_of().spec, (row["heads"], row["g"]), row["n_tokens"], Phase.dense, row["deterministic"])
     kept = a.attention(0)
-    kept = sum(kept[name] for name in ("output", "lse", "student", "unit gradient"))
+    kept = kept["output"] + kept["lse"] + (8 + 4 * 128) * row["n_tokens"] * row["g"]
     assert (buffers.dense_backward(a) + kept) / 2**30 == pytest.approx(row["peak_gib"], rel=0.08)
+
+
+def test_the_teacher_of_the_warmup(config_of):
+    """2 GiB of P at 32K tokens beside the gradients; at 1M tokens the fewest rows have as much."""
+    spec = config_of().spec
+    short, long = (activations(spec, (64, 4), 2**power, Phase.warmup) for power in (15, 20))
+    for a, rows, parts in ((short, 4096, 4), (long, 128, 128)):
+        gradients = (2 + 4) * 4 * a.tokens * 128 + 24 * 4 * a.tokens
+        assert buffers.full_sequence_kl(a) == gradients + 2**31 + 4 * rows * 4 * (parts + 2) * 128
 
 
 def test_times_are_the_measured_ones():

@@ -1,0 +1,3 @@
+from .op import attach_dense_kl
+
+__all__ = ["attach_dense_kl"]
