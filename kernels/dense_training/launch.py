@@ -32,13 +32,9 @@ class AttachDenseKL(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        index_query, index_key, query, key, lse = ctx.saved_tensors
         loss = ctx.loss
-        value, *index_grads = dense_kl_gradient(
-            *ctx.saved_tensors,
-            ctx.segments,
-            loss.weight_of(ctx.saved_tensors[0]),
-            loss.factor,
-            softmax_scale=ctx.scale,
-        )
+        inputs = (index_query, index_key, query, key, lse, ctx.segments, loss.weight_of(index_query), loss.factor)
+        value, *index_grads = dense_kl_gradient(*inputs, softmax_scale=ctx.scale)
         loss.record(value)
         return grad, *index_grads, *[None] * 6

@@ -50,8 +50,8 @@ def dense_kl_gradient(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(sum of weight x `dense_indexer_kl`, gradients of factor x that sum by index_query and by index_key).
 
-    Args: inputs as `dense_indexer_kl`, none of them differentiated; weight fp32 [t_q, g] in 0..1, whatever it is in rows
-        of no document; factor a number or a scalar tensor; index_lse fp32 [t_q, g], the student's lse over all visible
+    Args: inputs as `dense_indexer_kl`, none of them differentiated; weight fp32 [t_q, g] in 0..1, anything in rows of
+        no document; factor a number or a scalar tensor; index_lse fp32 [t_q, g], the student's lse over all visible
         tokens, where the caller has it.
 
     Returns the sum as fp64 scalar and the gradients in the dtypes of their inputs.
@@ -117,9 +117,7 @@ def gradient_by_chunks(
         gradient = row_weight[:, :, None] * d_unit * (scale * factor)
         d_index_query[own] = torch.where(is_used[:, :, None], gradient, 0.0).to(index_query.dtype)
         tiles, layers = key_tiles_in_layers(chunk, device, backward.columns)
-        dense_kl_read_bwd_key(
-            index_query, index_key, saved, scaled, d_index_key, tiles, layers.tolist(), backward
-        )
+        dense_kl_read_bwd_key(index_query, index_key, saved, scaled, d_index_key, tiles, layers.tolist(), backward)
     lifted = FP16_SCALE if index_query.dtype == torch.float16 else 1.0
     d_index_key = d_index_key.sum(dim=1) * (largest * (scale / lifted) * factor)
     return value, d_index_query, d_index_key.to(index_key.dtype)

@@ -7,8 +7,8 @@ Forward, one program per (query tile, group): one pass over the index keys for t
 
 Backward, one program per (key tile, group), makes P again and sums `weight (P_idx - P)^T index_query` in registers.
 
-With SAVED_TEACHER both read P of a chunk of query rows from memory, and the student's maximum and sum are known: value
-and query gradients then come in parts, one for every PART_KEYS keys of a query tile, for the GPU to have enough programs.
+With SAVED_TEACHER both read P of a chunk of query rows from memory, and the student's maximum and sum are known. Value
+and query gradients then come in parts, one for every PART_KEYS keys of a query tile, so that there are enough programs.
 
 Example: a document of 200 tokens in tiles of 128 x 128: the second query tile (positions 128..199) meets the key tiles
 0..127 and 128..199; the first key tile meets both query tiles, the second only the last one.
@@ -208,7 +208,8 @@ def _dense_kl_fwd_kernel(
 
 @triton.jit(do_not_specialize=["first_tile", "first_row"])
 def _dense_kl_bwd_key_kernel(
-    iq_ptr, ik_ptr, q_ptr, k_ptr, lse_ptr, probs_ptr, tiles_ptr, student_ptr, weight_ptr, d_ik_ptr, first_tile, first_row,
+    iq_ptr, ik_ptr, q_ptr, k_ptr, lse_ptr, probs_ptr, tiles_ptr, student_ptr, weight_ptr, d_ik_ptr,
+    first_tile, first_row,
     scale, scale_rest, index_scale, index_scale_rest,
     stride_iqt, stride_iqg, stride_iqi, stride_ikt, stride_iki, stride_qt, stride_qh, stride_qd,
     stride_kt, stride_kg, stride_kd, stride_lt, stride_lh, stride_pt, stride_pg,

@@ -10,7 +10,9 @@ place; waiting for the other parity of an "empty" one passes until the place has
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from ..gluon_support import tma_load
 
 ROWS = gl.constexpr(64)
 KEYS = gl.constexpr(128)
@@ -35,7 +37,7 @@ def _load(
             bar = key_full.index(stage * PARTS + part)
             mbarrier.expect(bar, KEYS * DIM * 2)
             place = [key_row + (tile * PARTS + part) * KEYS, group * DIM]
-            tma.async_copy_global_to_shared(key_desc, place, bar, key_smem.index(stage * PARTS + part))
+            tma_load(key_desc, place, bar, key_smem.index(stage * PARTS + part))
         if (not RESIDENT) or tile == 0:
             for head in range(HEADS):
                 step = tile * HEADS + head
@@ -44,7 +46,7 @@ def _load(
                     mbarrier.wait(query_empty.index(step % QUERY_STAGES), (step // QUERY_STAGES + 1) & 1)
                 mbarrier.expect(bar, ROWS * DIM * 2)
                 place = [row, (group * HEADS + head) * DIM]
-                tma.async_copy_global_to_shared(query_desc, place, bar, query_smem.index(step % QUERY_STAGES))
+                tma_load(query_desc, place, bar, query_smem.index(step % QUERY_STAGES))
 
 
 @gluon.jit

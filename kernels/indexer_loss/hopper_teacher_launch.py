@@ -18,6 +18,10 @@ SPANS = (8, 4, 2, 1)
 """Tiles of one program: the first span that gives PROGRAMS, so that the GPU's multiprocessors finish together."""
 PROGRAMS = 640
 
+SWIZZLE_BYTES = 128
+ALIGNMENT = 16
+"""Bytes that TMA asks of addresses and strides."""
+
 
 def takes_hopper_teacher(query: Tensor, index_query: Tensor) -> bool:
     """Whether the kernel makes P of these queries on this device; where not, dense_kernel.py's make it themselves."""
@@ -50,13 +54,15 @@ def build_items(segments: Segments, num_groups: int) -> Tensor:
     return torch.stack([rows[:, 0], rows[:, 1], rows[:, 3], first, (sizes[owner] - first).clamp(max=span)], dim=1)
 
 
-def _descriptor(tensor: Tensor, rows: int) -> Any:
-    """Of [t, heads, HEAD_DIM] as rows of all heads: `rows` rows of one head a copy."""
+def describe_rows(tensor: Tensor, rows: int) -> Any:
+    """TMA descriptor of [t, heads, HEAD_DIM] as rows of all heads: `rows` rows of one head a copy."""
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    flat = tensor.contiguous().view(tensor.shape[0], -1)
-    return TensorDescriptor.from_tensor(flat, [rows, HEAD_DIM], NVMMASharedLayout(128, 16, 2))
+    flat = tensor.flatten(1)
+    if flat.stride(1) != 1 or any(place % ALIGNMENT for place in (flat.data_ptr(), 2 * flat.stride(0))):
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return TensorDescriptor.from_tensor(flat, [rows, HEAD_DIM], NVMMASharedLayout(SWIZZLE_BYTES, 16, 2))
 
 
 class HopperTeacher:
@@ -64,7 +70,7 @@ class HopperTeacher:
 
     def __init__(self, query: Tensor, key: Tensor, lse: Tensor, softmax_scale: float) -> None:
         self.num_heads, self.num_groups = query.shape[1], key.shape[1]
-        self.query, self.key = _descriptor(query, ROWS), _descriptor(key, KEYS // 2)
+        self.query, self.key = describe_rows(query, ROWS), describe_rows(key, KEYS // 2)
         self.lse, self.scale = lse.float().contiguous(), softmax_scale
 
     def __call__(self, chunk: Segments, first_row: int, probs: Tensor) -> None:

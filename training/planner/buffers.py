@@ -90,7 +90,7 @@ def dense_backward(a: Activations) -> float:
     """FlashAttention-2: dQ twice (its own and the op's), dK and dV for every head, fp32 sums of dQ, one for each split
     of the work in deterministic mode. The units of n x d are checked against the measured peaks in docs/results.
     """
-    heads, groups = a.heads
+    heads, _ = a.heads
     unit = a.tokens * heads * a.spec.model.head_dim
     splits = -(-STREAMING_MULTIPROCESSORS // heads) if a.deterministic else 1
     keys = a.tokens * a.spec.parallel.context / a.tokens

@@ -1,0 +1,102 @@
+"""The Hopper kernel of the full-sequence KL's teacher compiles here, and its items cover what the rows see once."""
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from msa_pretrain.kernels import Segments
+from msa_pretrain.kernels.indexer_loss.dense_gradient import chunk_rows
+from msa_pretrain.kernels.indexer_loss.hopper_teacher_launch import (
+    KEYS,
+    PROGRAMS,
+    ROWS,
+    build_items,
+    describe_rows,
+    takes_hopper_teacher,
+)
+
+MOST_SHARED_MEMORY = 232448
+
+
+def described(rows):
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    return f"tensordesc<bf16{[rows, 128]},{NVMMASharedLayout(128, 16, 2)!r}>"
+
+
+@pytest.mark.parametrize("heads", [6, 16])
+def test_it_compiles_for_sm90_with_registers_for_its_products(heads, tmp_path, monkeypatch, capfd):
+    """The queries of 6 heads stay in shared memory, those of 16 pass through."""
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from msa_pretrain.kernels.indexer_loss.hopper_teacher_kernel import hopper_teacher_kernel
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(triton.knobs.nvidia, "dump_ptxas_log", True)
+    names = hopper_teacher_kernel.arg_names
+    constants = {"NUM_GROUPS": 4, "HEADS": heads, "MAKE_REGS": 240, "LOAD_REGS": 24}
+    types = {"query_desc": described(ROWS), "key_desc": described(KEYS // 2), "items_ptr": "*i64", "scale": "fp32"}
+    types |= dict.fromkeys(("lse_ptr", "probs_ptr"), "*fp32") | dict.fromkeys(constants, "constexpr")
+    aligned = {
+        (number,): [["tt.divisibility", 16]]
+        for number, name in enumerate(names)
+        if name.endswith("_ptr") or name.startswith("stride_p")
+    }
+    source = GluonASTSource(
+        hopper_teacher_kernel,
+        {name: types.get(name, "i32") for name in names},
+        {(names.index(name),): value for name, value in constants.items()},
+        aligned,
+    )
+    kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    log = capfd.readouterr().out
+    assert "spill" in log and "serialized" not in log
+    assert kernel.metadata.shared <= MOST_SHARED_MEMORY
+    # Eight products of 64 x 128 x 16 a head: the first head's, and the two at work beside each other.
+    assert kernel.asm["ptx"].count("wgmma.mma_async") == 2 * 3 * 8
+
+
+def covered(segments, num_groups):
+    """How often each (query row, key row) lies in a tile, and the tiles of each item."""
+    count = torch.zeros(segments.num_queries, segments.num_keys + KEYS, dtype=torch.int64)
+    items = build_items(segments, num_groups)
+    for row, rows, key, first, tiles in items.tolist():
+        count[row : row + rows, key + first * KEYS : key + (first + tiles) * KEYS] += 1
+    return count, items[:, 4]
+
+
+@pytest.mark.parametrize("num_groups", [1, 400])
+def test_every_visible_key_is_made_once(num_groups):
+    segments = Segments(((700, 500, 3, 900), (0, 700, 903, 700), (1201, 1, 100, 1)), 1210, 1610)
+    count, tiles = covered(segments, num_groups)
+    assert count.max() == 1 and (len(tiles) * num_groups >= PROGRAMS or tiles.max() == 1)
+    for q_start, q_len, k_start, k_len in segments.rows:
+        for query in range(q_len):
+            assert (count[q_start + query, k_start : k_start + k_len - q_len + query + 1] == 1).all()
+    assert (count[[1200, 1205]] == 0).all()
+
+
+def test_large_items_where_there_are_many():
+    _, one = covered(Segments.from_cu_seqlens([0, 4096]), 1)
+    _, many = covered(Segments.from_cu_seqlens([0, 4096]), 100)
+    assert one.max() == 1 and many.max() == 8
+
+
+def test_nothing_but_a_hopper_takes_it():
+    assert not takes_hopper_teacher(*(torch.zeros(4, heads, 128, dtype=torch.bfloat16) for heads in (64, 4)))
+
+
+def test_a_view_that_tma_cannot_read_is_copied():
+    whole = torch.arange(8 * 6 * 128, dtype=torch.float32).to(torch.float16).view(8, 6, 128)
+    shifted = whole.flatten()[1 : 1 + 7 * 6 * 128].view(7, 6, 128)
+    for view, is_copied in ((whole[:, 1:3], False), (whole[:, ::2], True), (shifted, True)):
+        descriptor = describe_rows(view, 4)
+        assert torch.equal(descriptor.base, view.flatten(1)) and descriptor.strides[0] % 8 == 0
+        assert (descriptor.base.data_ptr() != view.data_ptr()) == is_copied
+
+
+@pytest.mark.parametrize("groups, keys, rows", [(4, 32768, 4096), (8, 2**20, 128), (1, 256, 2**21)])
+def test_rows_of_a_chunk(groups, keys, rows):
+    """2 GiB of P, or 128 rows."""
+    assert chunk_rows(groups, keys) == rows
