@@ -20,6 +20,9 @@ PARTS = gl.constexpr(2)
 DIM = gl.constexpr(128)
 KEY_STAGES = gl.constexpr(2)
 QUERY_STAGES = gl.constexpr(6)
+# 64 for each of two scores and the sum, and what ptxas wants beside them; a warp that only copies has the least.
+MAKE_REGISTERS = gl.constexpr(240)
+LOAD_REGISTERS = gl.constexpr(24)
 LOG2E = gl.constexpr(1.4426950408889634)
 
 
@@ -146,8 +149,6 @@ def hopper_teacher_kernel(
     stride_pg,
     NUM_GROUPS: gl.constexpr,
     HEADS: gl.constexpr,
-    MAKE_REGS: gl.constexpr,
-    LOAD_REGS: gl.constexpr,
 ):
     """One program per item and group; P [rows from first_row on, group, key position] has whole tiles of keys.
 
@@ -183,5 +184,5 @@ def hopper_teacher_kernel(
                 row.to(gl.int32), key_row, num_tiles, group, HEADS)),
         ],
         [4, 1],
-        [MAKE_REGS, LOAD_REGS],
+        [MAKE_REGISTERS, LOAD_REGISTERS],
     )  # fmt: skip

@@ -95,7 +95,5 @@ class HopperTeacher:
             *probs.stride()[:2],
             NUM_GROUPS=self.num_groups,
             HEADS=self.num_heads // self.num_groups,
-            MAKE_REGS=240,
-            LOAD_REGS=24,
             num_warps=4,
         )
