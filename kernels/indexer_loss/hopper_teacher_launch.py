@@ -14,6 +14,8 @@ ROWS = 64
 """Query rows of a program."""
 KEYS = 256
 """Keys of a tile: P has whole tiles of columns."""
+KEY_BOX = 128
+"""Keys of a tile that one copy brings."""
 SPANS = (8, 4, 2, 1)
 """Tiles of one program: the first span that gives PROGRAMS, so that the GPU's multiprocessors finish together."""
 PROGRAMS = 640
@@ -70,7 +72,7 @@ class HopperTeacher:
 
     def __init__(self, query: Tensor, key: Tensor, lse: Tensor, softmax_scale: float) -> None:
         self.num_heads, self.num_groups = query.shape[1], key.shape[1]
-        self.query, self.key = describe_rows(query, ROWS), describe_rows(key, KEYS // 2)
+        self.query, self.key = describe_rows(query, ROWS), describe_rows(key, KEY_BOX)
         self.lse, self.scale = lse.float().contiguous(), softmax_scale
 
     def __call__(self, chunk: Segments, first_row: int, probs: Tensor) -> None:

@@ -12,7 +12,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 
 from msa_pretrain.kernels.indexer_loss.hopper_teacher_kernel import hopper_teacher_kernel
-from msa_pretrain.kernels.indexer_loss.hopper_teacher_launch import KEYS, ROWS
+from msa_pretrain.kernels.indexer_loss.hopper_teacher_launch import KEY_BOX, ROWS
 
 
 def described(rows):
@@ -22,7 +22,7 @@ def described(rows):
 def compiled(heads):
     names = hopper_teacher_kernel.arg_names
     constants = {"NUM_GROUPS": 4, "HEADS": heads}
-    types = {"query_desc": described(ROWS), "key_desc": described(KEYS // 2), "items_ptr": "*i64", "scale": "fp32"}
+    types = {"query_desc": described(ROWS), "key_desc": described(KEY_BOX), "items_ptr": "*i64", "scale": "fp32"}
     types |= dict.fromkeys(("lse_ptr", "probs_ptr"), "*fp32") | dict.fromkeys(constants, "constexpr")
     aligned = [name.endswith("_ptr") or name.startswith("stride_p") for name in names]
     source = GluonASTSource(
