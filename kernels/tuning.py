@@ -54,9 +54,9 @@ TABLE: dict[tuple[str, str, int, int, int], TileConfig] = {
     ("dense_kl_bwd", "any", 0, 0, 4): TileConfig(32, 32, num_warps=4, num_stages=1),
     ("dense_kl_bwd", INTERPRETER, 0, 0, 0): TileConfig(128, 128, num_warps=4, num_stages=1),
     # The same with the teacher read from memory, which only Hopper has, and the student's maximum and sum before.
-    ("dense_student", "sm90", 0, 0, 2): TileConfig(128, 128, num_warps=8, num_stages=3),
+    ("dense_student", "sm90", 0, 0, 2): TileConfig(128, 128, num_warps=8, num_stages=2),
     ("dense_student", INTERPRETER, 0, 0, 0): TileConfig(128, 128, num_warps=4, num_stages=1),
-    ("dense_kl_read_fwd", "sm90", 0, 0, 2): TileConfig(64, 64, num_warps=4, num_stages=3),
+    ("dense_kl_read_fwd", "sm90", 0, 0, 2): TileConfig(64, 64, num_warps=4, num_stages=2),
     ("dense_kl_read_fwd", INTERPRETER, 0, 0, 0): TileConfig(128, 128, num_warps=4, num_stages=1),
     ("dense_kl_read_bwd", "sm90", 0, 0, 2): TileConfig(64, 64, num_warps=4, num_stages=2),
     ("dense_kl_read_bwd", INTERPRETER, 0, 0, 0): TileConfig(128, 128, num_warps=4, num_stages=1),
