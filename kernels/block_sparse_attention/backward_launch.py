@@ -100,7 +100,9 @@ def sparse_backward(
     dk_slots, dv_slots = (
         query.new_empty((index.max_slots, block_size, head_dim), dtype=torch.float32) for _ in range(2)
     )
-    is_hopper = takes_hopper_kernels(query, num_groups, block_size)
+    # That kernel has 32-bit offsets within P of a chunk.
+    is_small = chunk_rows * num_groups * num_selected * block_size < 2**31
+    is_hopper = is_small and takes_hopper_kernels(query, num_groups, block_size)
     hopper = HopperBackward(query, grad, partial) if is_hopper else None
     key_blocks, rows = (key, centred, value), (lse, delta, unit)
     tables = [query_table, block_table, *index_arguments(index, slots=True)]

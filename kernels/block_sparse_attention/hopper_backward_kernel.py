@@ -16,8 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..gluon_support import async_load, reinterpret, tma_load, tma_store
-from .hopper_tiles import COPY_REGISTERS, HALF, ROWS, SIZE, find_item, load_block, make_barriers
+from ..gluon_support import async_load, make_barriers, reinterpret, tma_load, tma_store
+from .hopper_tiles import COPY_REGISTERS, HALF, ROWS, SIZE, find_item, load_block
 
 # Queries of the next tile are needed before dK of this one is done; their gradients are not.
 QUERY_STAGES = gl.constexpr(3)

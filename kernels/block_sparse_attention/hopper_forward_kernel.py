@@ -14,8 +14,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..gluon_support import reinterpret, tma_load, tma_store
-from .hopper_tiles import COPY_REGISTERS, HALF, ROWS, SIZE, find_item, load_block, make_barriers
+from ..gluon_support import make_barriers, reinterpret, tma_load, tma_store
+from .hopper_tiles import COPY_REGISTERS, HALF, ROWS, SIZE, find_item, load_block
 
 WORKERS = gl.constexpr(3)
 # Two tiles of queries for each.

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..hopper import describe, takes_hopper
 from ..triton_support import next_power_of_two
 
 SIZE = 128
@@ -13,36 +14,16 @@ SIZE = 128
 FEWEST_HEADS = 5
 """Query heads per group below which half of the rows, at least eight a pair, would be empty."""
 
-SWIZZLE_BYTES = 128
-ALIGNMENT = 16
-"""Bytes that TMA asks of addresses and strides."""
-
 
 def takes_hopper_kernels(query: Tensor, num_groups: int, block_size: int) -> bool:
     """Whether the kernels do these shapes on this device; what they do not, the Triton kernels do."""
-    return (
-        query.is_cuda
-        and torch.cuda.get_device_capability(query.device) == (9, 0)
-        and query.dtype in (torch.bfloat16, torch.float16)
-        and query.shape[2] == block_size == SIZE
-        and query.shape[1] // num_groups >= FEWEST_HEADS
-    )
+    heads = query.shape[1] // num_groups
+    return takes_hopper(query) and query.shape[2] == block_size == SIZE and heads >= FEWEST_HEADS
 
 
 def rows_per_pair(heads: int) -> int:
     """Rows of a pair in a tile."""
     return max(8, next_power_of_two(heads))
-
-
-def describe(tensor: Tensor, box: list[int]) -> Any:
-    """TMA descriptor of a 16-bit tensor with a dense last dimension, for copies of `box` elements."""
-    from triton.experimental.gluon.language import NVMMASharedLayout
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    places = (tensor.data_ptr(), *(stride * tensor.element_size() for stride in tensor.stride()[:-1]))
-    if any(place % ALIGNMENT for place in places):
-        tensor = tensor.clone(memory_format=torch.contiguous_format)
-    return TensorDescriptor.from_tensor(tensor, box, NVMMASharedLayout(SWIZZLE_BYTES, 16, len(box)))
 
 
 def describe_heads(tensor: Tensor, heads: int) -> Any:

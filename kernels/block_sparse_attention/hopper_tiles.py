@@ -1,12 +1,7 @@
-"""What the Hopper kernels share: sizes, the item of a program, keys and barriers in shared memory.
-
-A barrier is waited for by the parity of its uses. A "full" one is first completed by the first tile; an "empty" one
-counts as completed before, so that the first tile does not wait.
-"""
+"""What the two Hopper kernels share: sizes, the item of a program, a block's keys in shared memory."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 # Rows of a tile; block size and head dim; what TMA copies of a row at once.
 ROWS = gl.constexpr(64)
@@ -38,11 +33,3 @@ def load_block(ptr, first_key, num_keys, stride_t, smem):
     address = (first_key + offs).to(gl.int64)[:, None] * stride_t
     address += gl.arange(0, SIZE, layout=gl.SliceLayout(0, layout))[None, :]
     smem.store(gl.load(ptr + address, mask=(offs < num_keys)[:, None], other=0.0))
-
-
-@gluon.jit
-def make_barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
-    barriers = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(NUMBER):
-        mbarrier.init(barriers.index(i), count=ARRIVALS)
-    return barriers

@@ -3,16 +3,13 @@
 A program makes P of 64 query rows and some tiles of keys, tile by tile and head by head. One warp loads; each of two
 groups of four warps has its own 128 keys of a tile, makes the next head's scores on the tensor cores beside its
 exponentials of this head's, and leaves the sum over the heads in memory. Both read the same queries.
-
-A barrier's phase is the parity of how often the place has been used. "full" barriers start in phase 0 of an unfilled
-place; waiting for the other parity of an "empty" one passes until the place has been used.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from ..gluon_support import tma_load
+from ..gluon_support import make_barriers, tma_load
 
 ROWS = gl.constexpr(64)
 KEYS = gl.constexpr(128)
@@ -126,14 +123,6 @@ def _make_probs(
         gl.store(probs_ptrs + tile * (PARTS * KEYS), total * (1.0 / HEADS), mask=(offs_m < num_rows)[:, None])
 
 
-@gluon.jit
-def _barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
-    bars = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(NUMBER):
-        mbarrier.init(bars.index(i), count=COUNT)
-    return bars
-
-
 @gluon.jit(do_not_specialize=["first_row"])
 def hopper_teacher_kernel(
     query_desc,
@@ -166,10 +155,10 @@ def hopper_teacher_kernel(
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     query_smem = gl.allocate_shared_memory(query_desc.dtype, [QUERY_STAGES, ROWS, DIM], shared)
     key_smem = gl.allocate_shared_memory(key_desc.dtype, [KEY_STAGES * PARTS, KEYS, DIM], shared)
-    query_full = _barriers(QUERY_STAGES, 1)
-    query_empty = _barriers(QUERY_STAGES, PARTS)
-    key_full = _barriers(KEY_STAGES * PARTS, 1)
-    key_empty = _barriers(KEY_STAGES, PARTS)
+    query_full = make_barriers(QUERY_STAGES, 1)
+    query_empty = make_barriers(QUERY_STAGES, PARTS)
+    key_full = make_barriers(KEY_STAGES * PARTS, 1)
+    key_empty = make_barriers(KEY_STAGES, PARTS)
     gl.warp_specialize(
         [
             (_make_probs, (

@@ -1,10 +1,9 @@
 """Launch of the Hopper kernel that leaves the teacher P in memory; Gluon is imported only where it runs."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from ..hopper import describe, takes_hopper
 from ..segments import Segments
 from ..work_tables import query_tiles
 from .dense_launch import HEADS_PER_GROUP
@@ -20,22 +19,11 @@ SPANS = (8, 4, 2, 1)
 """Tiles of one program: the first span that gives PROGRAMS, so that the GPU's multiprocessors finish together."""
 PROGRAMS = 640
 
-SWIZZLE_BYTES = 128
-ALIGNMENT = 16
-"""Bytes that TMA asks of addresses and strides."""
-
 
 def takes_hopper_teacher(query: Tensor, index_query: Tensor) -> bool:
     """Whether the kernel makes P of these queries on this device; where not, dense_kernel.py's make it themselves."""
-    sixteen_bits = (torch.bfloat16, torch.float16)
-    return (
-        query.is_cuda
-        and torch.cuda.get_device_capability(query.device) == (9, 0)
-        and query.dtype in sixteen_bits
-        and index_query.dtype in sixteen_bits
-        and query.shape[2] == HEAD_DIM
-        and query.shape[1] // index_query.shape[1] in HEADS_PER_GROUP
-    )
+    heads = query.shape[1] // index_query.shape[1]
+    return takes_hopper(query, index_query) and query.shape[2] == HEAD_DIM and heads in HEADS_PER_GROUP
 
 
 def build_items(segments: Segments, num_groups: int) -> Tensor:
@@ -56,23 +44,14 @@ def build_items(segments: Segments, num_groups: int) -> Tensor:
     return torch.stack([rows[:, 0], rows[:, 1], rows[:, 3], first, (sizes[owner] - first).clamp(max=span)], dim=1)
 
 
-def describe_rows(tensor: Tensor, rows: int) -> Any:
-    """TMA descriptor of [t, heads, HEAD_DIM] as rows of all heads: `rows` rows of one head a copy."""
-    from triton.experimental.gluon.language import NVMMASharedLayout
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    flat = tensor.flatten(1)
-    if flat.stride(1) != 1 or any(place % ALIGNMENT for place in (flat.data_ptr(), 2 * flat.stride(0))):
-        flat = flat.clone(memory_format=torch.contiguous_format)
-    return TensorDescriptor.from_tensor(flat, [rows, HEAD_DIM], NVMMASharedLayout(SWIZZLE_BYTES, 16, 2))
-
-
 class HopperTeacher:
     """Makes P of query, key and lse for the fragments of a chunk (`Segments` of the same tensors)."""
 
     def __init__(self, query: Tensor, key: Tensor, lse: Tensor, softmax_scale: float) -> None:
         self.num_heads, self.num_groups = query.shape[1], key.shape[1]
-        self.query, self.key = describe_rows(query, ROWS), describe_rows(key, KEY_BOX)
+        # rows of all heads, of which a copy takes those of one
+        self.query = describe(query.flatten(1), [ROWS, HEAD_DIM])
+        self.key = describe(key.flatten(1), [KEY_BOX, HEAD_DIM])
         self.lse, self.scale = lse.float().contiguous(), softmax_scale
 
     def __call__(self, chunk: Segments, first_row: int, probs: Tensor) -> None:

@@ -17,7 +17,7 @@ QUERY_CHUNK = 16384
 SCORE_BUFFER_BYTES = 4 * 2**30
 TEACHER_BYTES, CHUNK_ROWS, PART_KEYS = 2 * 2**30, 128, 8192
 
-# Building the reverse index, one stable sort of (row, pair): docs/results/kernels_run2.json, stage reverse_index, is
+# Building the reverse index, one stable sort of (row, pair): docs/results/kernels_run1.json, stage reverse_index, is
 # 36.4 bytes a pair at its peak for both head shapes at 128K tokens; the index that stays has 4.
 REVERSE_INDEX_PEAK, REVERSE_INDEX = 36.4, 4
 

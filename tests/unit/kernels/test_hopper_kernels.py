@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from msa_pretrain.kernels.block_sparse_attention.hopper_launch import describe, rows_per_pair, takes_hopper_kernels
+from msa_pretrain.kernels.block_sparse_attention.hopper_launch import rows_per_pair, takes_hopper_kernels
+from msa_pretrain.kernels.hopper import describe
 
 MOST_SHARED_MEMORY = 232448
 
@@ -38,8 +39,10 @@ def test_a_pair_has_eight_or_sixteen_rows(heads, rows):
 
 
 def test_a_view_that_tma_cannot_read_is_copied():
-    whole = torch.arange(3 * 2 * 132, dtype=torch.float32).to(torch.float16).view(3, 2, 132)
-    for view, is_copied in ((whole[:, :, :128], True), (torch.zeros(3, 4, 128, dtype=torch.float16)[:, ::2], False)):
+    numbers = torch.arange(3 * 4 * 264, dtype=torch.float32).to(torch.float16)
+    strided, odd = numbers[: 3 * 2 * 256].view(3, 2, 256)[:, :, ::2], numbers[: 3 * 2 * 132].view(3, 2, 132)[:, :, :128]
+    heads = numbers[: 3 * 4 * 128].view(3, 4, 128)[:, ::2]
+    for view, is_copied in ((strided, True), (odd, True), (heads, False)):
         descriptor = describe(view, [1, 8, 64])
         assert torch.equal(descriptor.base, view)
         assert (descriptor.base.data_ptr() != view.data_ptr()) == is_copied
