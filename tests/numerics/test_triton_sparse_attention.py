@@ -210,7 +210,8 @@ def test_a_route_changes_no_result(layout):
                 assert torch.equal(mixed[name][long], sparse[name][long]), name
             long = segments.split_at(limits[0])[1].query_mask("cpu")
             assert limits[1] or torch.equal(mixed["d_query"][long], sparse["d_query"][long])
-        assert_same_bits(routed(*limits), mixed)
+        if all(limits):
+            assert_same_bits(routed(*limits), mixed)
 
 
 def test_documents_of_a_route_that_is_not_taken_cost_nothing(monkeypatch):
