@@ -8,9 +8,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -20,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 from msa_pretrain.kernels import Segments, attach_dense_kl, decode_attention, dense_attention, select_blocks
+from msa_pretrain.scripts.bench_kernels import milliseconds
 
 SHAPES = ((64, 4), (48, 8))
 Row = dict[str, Any]
@@ -33,13 +32,7 @@ def median_ms(call: Callable[[], object]) -> float:
     torch.cuda.synchronize()
     if time.perf_counter() - start < 0.5:
         return triton.testing.do_bench(call, warmup=50, rep=200, return_mode="median")
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
-    events[0].record()
-    for event in events[1:]:
-        call()
-        event.record()
-    torch.cuda.synchronize()
-    return median(before.elapsed_time(after) for before, after in pairwise(events))
+    return milliseconds(call, 2, warm_up=False)
 
 
 def kernel_ms(call: Callable[[], object]) -> dict[str, float]:

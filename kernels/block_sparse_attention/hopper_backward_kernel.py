@@ -16,8 +16,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..gluon_support import async_load, make_barriers, reinterpret, tma_load, tma_store
-from .hopper_tiles import COPY_REGISTERS, HALF, ROWS, SIZE, find_item, load_block
+from ..gluon_support import async_load, make_barriers, reinterpret
+from .backward_kernel import TEACHER_UNIT
+from .hopper_tiles import COPY_REGISTERS, HALF, ROWS, SIZE, find_item, load_block, load_pairs, store_pairs
 
 # Queries of the next tile are needed before dK of this one is done; their gradients are not.
 QUERY_STAGES = gl.constexpr(3)
@@ -27,7 +28,6 @@ SUM_REGISTERS = gl.constexpr(160)
 # Columns of the smallest product.
 PAIRS = gl.constexpr(8)
 LOG2E = gl.constexpr(1.4426950408889634)
-TEACHER_UNIT = gl.constexpr(2.0**-14)
 
 
 @gluon.jit
@@ -46,31 +46,22 @@ def _load_rows(
         is_real = (number < end) & (offs % PLACES < HEADS)
         query_row = gl.load(pairs_ptr + gl.minimum(number, end - 1)) // PER_QUERY
         place = query_row.to(gl.int64) * NUM_HEADS + group * HEADS + head
-        stage = tile % QUERY_STAGES
-        bar = query_full.index(stage)
-        mbarrier.wait(query_empty.index(stage), (tile // QUERY_STAGES + 1) & 1)
-        mbarrier.expect(bar, ROWS * SIZE * 2)
-        for j in gl.static_range(STEP):
-            row = gl.load(pairs_ptr + gl.minimum(first + j, end - 1)) // PER_QUERY
-            for half in gl.static_range(2):
-                box = query_boxes.index((2 * stage + half) * STEP + j)
-                tma_load(query_desc, [row, group * HEADS, half * HALF], bar, box)
+        load_pairs(
+            query_desc, query_boxes, tile % QUERY_STAGES, query_full, query_empty, tile, pairs_ptr, first, end,
+            group * HEADS, PER_QUERY, STEP, QUERY_STAGES,
+        )  # fmt: skip
         stage = tile % GRAD_STAGES
-        bar = grad_full.index(stage)
-        mbarrier.wait(grad_empty.index(stage), (tile // GRAD_STAGES + 1) & 1)
-        mbarrier.expect(bar, ROWS * SIZE * 2)
-        for j in gl.static_range(STEP):
-            row = gl.load(pairs_ptr + gl.minimum(first + j, end - 1)) // PER_QUERY
-            for half in gl.static_range(2):
-                box = grad_boxes.index((2 * stage + half) * STEP + j)
-                tma_load(grad_desc, [row, group * HEADS, half * HALF], bar, box)
+        load_pairs(
+            grad_desc, grad_boxes, stage, grad_full, grad_empty, tile, pairs_ptr, first, end,
+            group * HEADS, PER_QUERY, STEP, GRAD_STAGES,
+        )  # fmt: skip
         # Rows that only fill the tile up get P = 0.
         lse_address = gl.where(is_real, lse_ptr + place, infinity_ptr + head * 0)
         async_load(rows_smem.index(4 * stage), lse_address)
         async_load(rows_smem.index(4 * stage + 1), delta_ptr + place)
         async_load(rows_smem.index(4 * stage + 2), unit_ptr + place)
         async_load(last_key_smem.index(4 * stage + 3), query_table_ptr + query_row * 3 + 2)
-        async_copy.mbarrier_arrive(bar, increment_count=False)
+        async_copy.mbarrier_arrive(grad_full.index(stage), increment_count=False)
 
 
 @gluon.jit
@@ -133,15 +124,10 @@ def _make_rows(
 def _store_dq(
     dq_boxes, dq_full, dscores_empty, dq_desc, pairs_ptr, start, end, first_pair, STEP: gl.constexpr,
 ):  # fmt: skip
-    """Copy a tile's rows of dQ to their slots; TMA leaves out what is past the last head."""
+    """Copy each tile's rows of dQ to their slots."""
     for tile in range(0, gl.cdiv(end - start, STEP)):
-        first = start + tile * STEP
         mbarrier.wait(dq_full, tile & 1)
-        for j in gl.static_range(STEP):
-            if first + j < end:
-                slot = gl.load(pairs_ptr + first + j) - first_pair
-                for half in gl.static_range(2):
-                    tma_store(dq_desc, [slot, 0, half * HALF], dq_boxes.index(half * STEP + j))
+        store_pairs(dq_desc, dq_boxes, 0, pairs_ptr, start + tile * STEP, end, first_pair, STEP)
         tma.store_wait(0)
         mbarrier.arrive(dscores_empty, count=1)
 

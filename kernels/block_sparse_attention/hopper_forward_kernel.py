@@ -14,8 +14,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..gluon_support import make_barriers, reinterpret, tma_load, tma_store
-from .hopper_tiles import COPY_REGISTERS, HALF, ROWS, SIZE, find_item, load_block
+from ..gluon_support import make_barriers, reinterpret
+from .hopper_tiles import COPY_REGISTERS, HALF, ROWS, SIZE, find_item, load_block, load_pairs, store_pairs
 
 WORKERS = gl.constexpr(3)
 # Two tiles of queries for each.
@@ -28,18 +28,12 @@ def _load_queries(
     query_desc, pairs_ptr, query_boxes, query_full, query_empty, start, end, group,
     PER_QUERY: gl.constexpr, HEADS: gl.constexpr, STEP: gl.constexpr,
 ):  # fmt: skip
-    """Bring a tile's queries; heads past the last one are 0."""
+    """Bring each tile's queries."""
     for tile in range(0, gl.cdiv(end - start, STEP)):
-        first = start + tile * STEP
-        stage = tile % STAGES
-        bar = query_full.index(stage)
-        mbarrier.wait(query_empty.index(stage), (tile // STAGES + 1) & 1)
-        mbarrier.expect(bar, ROWS * SIZE * 2)
-        for j in gl.static_range(STEP):
-            row = gl.load(pairs_ptr + gl.minimum(first + j, end - 1)) // PER_QUERY
-            for half in gl.static_range(2):
-                box = query_boxes.index((2 * stage + half) * STEP + j)
-                tma_load(query_desc, [row, group * HEADS, half * HALF], bar, box)
+        load_pairs(
+            query_desc, query_boxes, tile % STAGES, query_full, query_empty, tile, pairs_ptr, start + tile * STEP, end,
+            group * HEADS, PER_QUERY, STEP, STAGES,
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -96,17 +90,11 @@ def _attend(
 def _store_outputs(
     partial_desc, pairs_ptr, output_boxes, output_full, output_empty, start, end, first_pair, STEP: gl.constexpr,
 ):  # fmt: skip
-    """Copy each tile's outputs to their slots; TMA leaves out what is past the last head."""
+    """Copy each tile's outputs to their slots."""
     for tile in range(0, gl.cdiv(end - start, STEP)):
-        first = start + tile * STEP
         worker = tile % WORKERS
         mbarrier.wait(output_full.index(worker), (tile // WORKERS) & 1)
-        for j in gl.static_range(STEP):
-            if first + j < end:
-                slot = gl.load(pairs_ptr + first + j) - first_pair
-                for half in gl.static_range(2):
-                    box = output_boxes.index((2 * worker + half) * STEP + j)
-                    tma_store(partial_desc, [slot, 0, half * HALF], box)
+        store_pairs(partial_desc, output_boxes, worker, pairs_ptr, start + tile * STEP, end, first_pair, STEP)
         tma.store_wait(0)
         mbarrier.arrive(output_empty.index(worker), count=1)
 
