@@ -53,13 +53,11 @@ TABLE: dict[tuple[str, str, int, int, int], TileConfig] = {
     ("dense_kl_bwd", "any", 0, 0, 2): TileConfig(64, 64, num_warps=4, num_stages=2),
     ("dense_kl_bwd", "any", 0, 0, 4): TileConfig(32, 32, num_warps=4, num_stages=1),
     ("dense_kl_bwd", INTERPRETER, 0, 0, 0): TileConfig(128, 128, num_warps=4, num_stages=1),
-    # The same with the teacher read from memory, which only Hopper has, and the student's maximum and sum before.
+    # The same on Hopper: the student's lse, then the products with the score gradient.
     ("dense_student", "sm90", 0, 0, 2): TileConfig(128, 128, num_warps=8, num_stages=2),
     ("dense_student", INTERPRETER, 0, 0, 0): TileConfig(128, 128, num_warps=4, num_stages=1),
-    ("dense_kl_read_fwd", "sm90", 0, 0, 2): TileConfig(64, 64, num_warps=4, num_stages=2),
-    ("dense_kl_read_fwd", INTERPRETER, 0, 0, 0): TileConfig(128, 128, num_warps=4, num_stages=1),
-    ("dense_kl_read_bwd", "sm90", 0, 0, 2): TileConfig(64, 64, num_warps=4, num_stages=2),
-    ("dense_kl_read_bwd", INTERPRETER, 0, 0, 0): TileConfig(128, 128, num_warps=4, num_stages=1),
+    ("dense_kl_products", "sm90", 0, 0, 2): TileConfig(128, 128, num_warps=8, num_stages=3),
+    ("dense_kl_products", INTERPRETER, 0, 0, 0): TileConfig(128, 128, num_warps=4, num_stages=1),
     # Rows: queries x heads of a tile; columns: queries of one work item.
     ("sparse_attention_fwd", "sm90", 0, 0, 2): TileConfig(64, 512, num_warps=4, num_stages=1),
     ("sparse_attention_fwd", "any", 0, 0, 2): TileConfig(64, 512, num_warps=4, num_stages=1),

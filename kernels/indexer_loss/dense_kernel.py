@@ -7,9 +7,6 @@ Forward, one program per (query tile, group): one pass over the index keys for t
 
 Backward, one program per (key tile, group), makes P again and sums `weight (P_idx - P)^T index_query` in registers.
 
-With SAVED_TEACHER both read P of a chunk of query rows from memory, and the student's maximum and sum are known. Value
-and query gradients then come in parts, one for every PART_KEYS keys of a query tile, so that there are enough programs.
-
 Example: a document of 200 tokens in tiles of 128 x 128: the second query tile (positions 128..199) meets the key tiles
 0..127 and 128..199; the first key tile meets both query tiles, the second only the last one.
 """
@@ -108,12 +105,12 @@ def _student(
 
 @triton.jit
 def _dense_student_kernel(
-    iq_ptr, ik_ptr, tiles_ptr, student_ptr, index_scale, index_scale_rest,
+    iq_ptr, ik_ptr, tiles_ptr, lse_ptr, index_scale, index_scale_rest,
     stride_iqt, stride_iqg, stride_iqi, stride_ikt, stride_iki,
     NUM_GROUPS: tl.constexpr, INDEX_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     INDEX_PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """`student` alone, for kernels that read the teacher."""
+    """The student's lse [t_q, NUM_GROUPS] alone."""
     group, row, mask_m, row_position, num_keys, iq_tile, key_first = _query_tile(
         iq_ptr, tiles_ptr, stride_iqt, stride_iqg, stride_iqi, NUM_GROUPS, INDEX_DIM, BLOCK_M
     )
@@ -121,23 +118,20 @@ def _dense_student_kernel(
         iq_tile, ik_ptr, key_first, num_keys, row_position, index_scale, index_scale_rest, stride_ikt, stride_iki,
         BLOCK_N, INDEX_PRECISION, STAGES,
     )  # fmt: skip
-    out = student_ptr + (row * NUM_GROUPS + group) * 2
-    tl.store(out, largest, mask=mask_m)
-    tl.store(out + 1, 1.0 / total, mask=mask_m)
+    tl.store(lse_ptr + row * NUM_GROUPS + group, largest + tl.log2(total) * LN2, mask=mask_m)
 
 
-@triton.jit(do_not_specialize=["first_row", "num_out"])
+@triton.jit
 def _dense_kl_fwd_kernel(
-    iq_ptr, ik_ptr, q_ptr, k_ptr, lse_ptr, probs_ptr, tiles_ptr, kl_ptr, student_ptr, d_unit_ptr, first_row, num_out,
+    iq_ptr, ik_ptr, q_ptr, k_ptr, lse_ptr, tiles_ptr, kl_ptr, student_ptr, d_unit_ptr,
     scale, scale_rest, index_scale, index_scale_rest,
     stride_iqt, stride_iqg, stride_iqi, stride_ikt, stride_iki, stride_qt, stride_qh, stride_qd,
-    stride_kt, stride_kg, stride_kd, stride_lt, stride_lh, stride_pt, stride_pg,
+    stride_kt, stride_kg, stride_kd, stride_lt, stride_lh,
     NUM_GROUPS: tl.constexpr, HEADS: tl.constexpr, INDEX_DIM: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WITH_GRADIENT: tl.constexpr, DS_SCALE: tl.constexpr,
-    SAVED_TEACHER: tl.constexpr, PART_KEYS: tl.constexpr,
     INDEX_PRECISION: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """kl and d_unit of `num_out` rows from `first_row` on. `probs` is read and `student` written, or the reverse."""
+    """kl, student and d_unit of a tile's rows."""
     group, row, mask_m, row_position, num_keys, iq_tile, key_first = _query_tile(
         iq_ptr, tiles_ptr, stride_iqt, stride_iqg, stride_iqi, NUM_GROUPS, INDEX_DIM, BLOCK_M
     )
@@ -145,46 +139,32 @@ def _dense_kl_fwd_kernel(
     offs_i = tl.arange(0, INDEX_DIM)
     offs_d = tl.arange(0, HEAD_DIM)
     out = row * NUM_GROUPS + group
-    if SAVED_TEACHER:
-        largest = tl.load(student_ptr + out * 2, mask=mask_m, other=0.0)
-        inverse_total = tl.load(student_ptr + out * 2 + 1, mask=mask_m, other=1.0)
-        log_total = -tl.log2(inverse_total)
-        begin = tl.program_id(1) * PART_KEYS
-        end = tl.minimum(num_keys.to(tl.int32), begin + PART_KEYS)
-        out += (tl.program_id(1) * num_out - first_row) * NUM_GROUPS
-    else:
-        largest, total = _student(
-            iq_tile, ik_ptr, key_first, num_keys, row_position, index_scale, index_scale_rest, stride_ikt, stride_iki,
-            BLOCK_N, INDEX_PRECISION, STAGES,
-        )  # fmt: skip
-        log_total = tl.log2(total)
-        inverse_total = 1.0 / total
-        begin = 0
-        end = num_keys.to(tl.int32)
+    largest, total = _student(
+        iq_tile, ik_ptr, key_first, num_keys, row_position, index_scale, index_scale_rest, stride_ikt, stride_iki,
+        BLOCK_N, INDEX_PRECISION, STAGES,
+    )  # fmt: skip
+    log_total = tl.log2(total)
+    inverse_total = 1.0 / total
 
     q_ptrs = q_ptr + row[:, None] * stride_qt + group * HEADS * stride_qh + offs_d[None, :] * stride_qd
     lse_ptrs = lse_ptr + row * stride_lt + group * HEADS * stride_lh
-    probs_ptrs = probs_ptr + (row - first_row)[:, None] * stride_pt + group * stride_pg + offs_n[None, :]
     kl = tl.zeros((BLOCK_M,), dtype=tl.float32)
     d_unit = tl.zeros((BLOCK_M, INDEX_DIM), dtype=tl.float32)
-    # Where P is made, the loop over heads has the stages.
-    for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES if SAVED_TEACHER else 1):
+    # The loop over heads has the stages.
+    for start in tl.range(0, num_keys.to(tl.int32), BLOCK_N, num_stages=1):
         key_position = start + offs_n
         mask_n = key_position < num_keys
         key_row = key_first + key_position
         ik_tile = tl.load(
             ik_ptr + key_row[None, :] * stride_ikt + offs_i[:, None] * stride_iki, mask=mask_n[None, :], other=0.0
         )
-        if SAVED_TEACHER:
-            probs = tl.load(probs_ptrs + start, mask=mask_m[:, None], other=0.0)
-        else:
-            k_tile = tl.load(
-                k_ptr + key_row[None, :] * stride_kt + group * stride_kg + offs_d[:, None] * stride_kd,
-                mask=mask_n[None, :], other=0.0,
-            )  # fmt: skip
-            probs = _teacher_tile(
-                q_ptrs, lse_ptrs, k_tile, mask_m, stride_qh, stride_lh, scale, scale_rest, HEADS, PRECISION, STAGES
-            )
+        k_tile = tl.load(
+            k_ptr + key_row[None, :] * stride_kt + group * stride_kg + offs_d[:, None] * stride_kd,
+            mask=mask_n[None, :], other=0.0,
+        )  # fmt: skip
+        probs = _teacher_tile(
+            q_ptrs, lse_ptrs, k_tile, mask_m, stride_qh, stride_lh, scale, scale_rest, HEADS, PRECISION, STAGES
+        )
         visible = key_position[None, :] <= row_position[:, None]
         probs = tl.where(visible, probs, 0.0)
         # [BLOCK_M, BLOCK_N], log2 of the student without its sum
@@ -198,23 +178,21 @@ def _dense_kl_fwd_kernel(
     # A row with one token has KL 0 exactly: rounding in the teacher must not show.
     several = row_position > 0
     tl.store(kl_ptr + out, tl.where(several, kl * LN2, 0.0), mask=mask_m)
-    if not SAVED_TEACHER:
-        tl.store(student_ptr + out * 2, largest, mask=mask_m)
-        tl.store(student_ptr + out * 2 + 1, inverse_total, mask=mask_m)
+    tl.store(student_ptr + out * 2, largest, mask=mask_m)
+    tl.store(student_ptr + out * 2 + 1, inverse_total, mask=mask_m)
     if WITH_GRADIENT:
         d_unit = tl.where(several[:, None], d_unit * (1.0 / DS_SCALE), 0.0)
         tl.store(d_unit_ptr + out[:, None] * INDEX_DIM + offs_i[None, :], d_unit, mask=mask_m[:, None])
 
 
-@triton.jit(do_not_specialize=["first_tile", "first_row"])
+@triton.jit(do_not_specialize=["first_tile"])
 def _dense_kl_bwd_key_kernel(
-    iq_ptr, ik_ptr, q_ptr, k_ptr, lse_ptr, probs_ptr, tiles_ptr, student_ptr, weight_ptr, d_ik_ptr,
-    first_tile, first_row,
+    iq_ptr, ik_ptr, q_ptr, k_ptr, lse_ptr, tiles_ptr, student_ptr, weight_ptr, d_ik_ptr, first_tile,
     scale, scale_rest, index_scale, index_scale_rest,
     stride_iqt, stride_iqg, stride_iqi, stride_ikt, stride_iki, stride_qt, stride_qh, stride_qd,
-    stride_kt, stride_kg, stride_kd, stride_lt, stride_lh, stride_pt, stride_pg,
+    stride_kt, stride_kg, stride_kd, stride_lt, stride_lh,
     NUM_GROUPS: tl.constexpr, HEADS: tl.constexpr, INDEX_DIM: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DS_SCALE: tl.constexpr, SAVED_TEACHER: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DS_SCALE: tl.constexpr,
     INDEX_PRECISION: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Add DS_SCALE sum over queries of weight (P_idx - P) index_query to d_ik [t_k, NUM_GROUPS, INDEX_DIM].
@@ -234,12 +212,11 @@ def _dense_kl_bwd_key_kernel(
     key_position = key_start + offs_n
     offs_i = tl.arange(0, INDEX_DIM)
     offs_d = tl.arange(0, HEAD_DIM)
-    if not SAVED_TEACHER:
-        # [HEAD_DIM, BLOCK_N]
-        k_tile = tl.load(
-            k_ptr + key_row[None, :] * stride_kt + group * stride_kg + offs_d[:, None] * stride_kd,
-            mask=mask_n[None, :], other=0.0,
-        )  # fmt: skip
+    # [HEAD_DIM, BLOCK_N]
+    k_tile = tl.load(
+        k_ptr + key_row[None, :] * stride_kt + group * stride_kg + offs_d[:, None] * stride_kd,
+        mask=mask_n[None, :], other=0.0,
+    )  # fmt: skip
     # [INDEX_DIM, BLOCK_N]
     ik_tile = tl.load(
         ik_ptr + key_row[None, :] * stride_ikt + offs_i[:, None] * stride_iki, mask=mask_n[None, :], other=0.0
@@ -247,7 +224,7 @@ def _dense_kl_bwd_key_kernel(
     d_ik = tl.zeros((BLOCK_N, INDEX_DIM), dtype=tl.float32)
     # The first query that sees the first key of the tile.
     begin = tl.maximum(key_start - query_position, 0).to(tl.int32)
-    for start in tl.range(begin, num_queries.to(tl.int32), BLOCK_M, num_stages=STAGES if SAVED_TEACHER else 1):
+    for start in tl.range(begin, num_queries.to(tl.int32), BLOCK_M, num_stages=1):
         query = start + tl.arange(0, BLOCK_M)
         mask_m = query < num_queries
         row = query_first + query
@@ -255,18 +232,11 @@ def _dense_kl_bwd_key_kernel(
             iq_ptr + row[:, None] * stride_iqt + group * stride_iqg + offs_i[None, :] * stride_iqi,
             mask=mask_m[:, None], other=0.0,
         )  # fmt: skip
-        if SAVED_TEACHER:
-            # Columns are whole tiles, so there is one for every key of this one.
-            probs = tl.load(
-                probs_ptr + (row - first_row)[:, None] * stride_pt + group * stride_pg + (key_start + offs_n)[None, :],
-                mask=mask_m[:, None], other=0.0,
-            )  # fmt: skip
-        else:
-            probs = _teacher_tile(
-                q_ptr + row[:, None] * stride_qt + group * HEADS * stride_qh + offs_d[None, :] * stride_qd,
-                lse_ptr + row * stride_lt + group * HEADS * stride_lh,
-                k_tile, mask_m, stride_qh, stride_lh, scale, scale_rest, HEADS, PRECISION, STAGES,
-            )  # fmt: skip
+        probs = _teacher_tile(
+            q_ptr + row[:, None] * stride_qt + group * HEADS * stride_qh + offs_d[None, :] * stride_qd,
+            lse_ptr + row * stride_lt + group * HEADS * stride_lh,
+            k_tile, mask_m, stride_qh, stride_lh, scale, scale_rest, HEADS, PRECISION, STAGES,
+        )  # fmt: skip
         place = row * NUM_GROUPS + group
         largest = tl.load(student_ptr + place * 2, mask=mask_m, other=0.0)
         inverse_total = tl.load(student_ptr + place * 2 + 1, mask=mask_m, other=0.0)

@@ -1,10 +1,8 @@
 """dense_indexer_kl in Triton: the launches and the registered op with its gradients."""
 
 import math
-from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 
 from ..segments import Segments
@@ -19,18 +17,6 @@ HEADS_PER_GROUP = tuple(range(1, 17))
 
 FP16_SCALE = 4096.0
 """P_idx - P of long documents lies among fp16's subnormals; this lifts it, and 1 still fits."""
-
-PART_KEYS = 8192
-"""Keys of one part of a query tile's value and gradient, where the teacher is saved."""
-
-
-@dataclass(frozen=True)
-class SavedTeacher:
-    """P of query rows `first_row` on, fp32 [rows, g, columns] at the keys' positions, and the student of all rows."""
-
-    probs: Tensor
-    first_row: int
-    student: Tensor
 
 
 def _config(op: str, query: Tensor, index_query: Tensor, num_groups: int) -> TileConfig:
@@ -60,7 +46,7 @@ def _strides(*tensors: Tensor) -> list[int]:
     return [stride for tensor in tensors for stride in tensor.stride()]
 
 
-def _in_two(number: float) -> tuple[float, float]:
+def in_two(number: float) -> tuple[float, float]:
     """The fp32 value of a number and what is left."""
     single = float(torch.tensor(number, dtype=torch.float32))
     return single, number - single
@@ -85,73 +71,25 @@ def dense_kl_fwd(
     d_unit = new((num_rows, num_groups, index_dim) if with_gradient else 0, dtype=torch.float32)
     if len(tiles):
         dense_kernel._dense_kl_fwd_kernel[(len(tiles) * num_groups,)](
-            index_query, index_key, query, key, lse, lse, tiles, kl, student, d_unit, 0, num_rows,
-            *_in_two(softmax_scale), *_in_two(index_dim**-0.5),
-            *_strides(index_query, index_key, query, key, lse), 0, 0,
-            WITH_GRADIENT=with_gradient, SAVED_TEACHER=False, PART_KEYS=PART_KEYS,
+            index_query, index_key, query, key, lse, tiles, kl, student, d_unit,
+            *in_two(softmax_scale), *in_two(index_dim**-0.5),
+            *_strides(index_query, index_key, query, key, lse), WITH_GRADIENT=with_gradient,
             **_shared_arguments(index_query, query, key, config),
         )  # fmt: skip
     return kl, student, d_unit
 
 
 def dense_student(index_query: Tensor, index_key: Tensor, tiles: Tensor, config: TileConfig) -> Tensor:
-    """student [t_q, g, 2] of `dense_kl_fwd` alone."""
+    """The student's lse over all visible tokens, fp32 [t_q, g]; 0 in rows of no tile."""
     num_groups, index_dim = index_query.shape[1:]
-    student = index_query.new_zeros((*index_query.shape[:2], 2), dtype=torch.float32)
+    lse = index_query.new_zeros(index_query.shape[:2], dtype=torch.float32)
     if len(tiles):
         dense_kernel._dense_student_kernel[(len(tiles) * num_groups,)](
-            index_query, index_key, tiles, student, *_in_two(index_dim**-0.5), *_strides(index_query, index_key),
+            index_query, index_key, tiles, lse, *in_two(index_dim**-0.5), *_strides(index_query, index_key),
             NUM_GROUPS=num_groups, INDEX_DIM=index_dim, BLOCK_M=config.rows, BLOCK_N=config.columns,
             INDEX_PRECISION=dot_precision(index_query.dtype), STAGES=config.num_stages, num_warps=config.num_warps,
         )  # fmt: skip
-    return student
-
-
-def dense_kl_read_fwd(
-    index_query: Tensor, index_key: Tensor, saved: SavedTeacher, tiles: Tensor, config: TileConfig
-) -> tuple[Tensor, Tensor]:
-    """kl [rows, g] and d_unit [rows, g, i] of the saved teacher's rows, undefined where `tiles` has none."""
-    num_groups, index_dim = index_query.shape[1:]
-    num_rows, _, columns = saved.probs.shape
-    parts = triton.cdiv(columns, PART_KEYS)
-    kl = saved.probs.new_empty((parts, num_rows, num_groups))
-    d_unit = saved.probs.new_empty((parts, num_rows, num_groups, index_dim))
-    dense_kernel._dense_kl_fwd_kernel[(len(tiles) * num_groups, parts)](
-        *_read_inputs(index_query, index_key, saved), tiles, kl, saved.student, d_unit, saved.first_row, num_rows,
-        1.0, 0.0, *_in_two(index_dim**-0.5), *_read_strides(index_query, index_key, saved),
-        WITH_GRADIENT=True, SAVED_TEACHER=True, PART_KEYS=PART_KEYS,
-        **_shared_arguments(index_query, index_query, index_query, config),
-    )  # fmt: skip
-    return kl.sum(0), d_unit.sum(0)
-
-
-def dense_kl_read_bwd_key(
-    index_query: Tensor,
-    index_key: Tensor,
-    saved: SavedTeacher,
-    weight: Tensor,
-    d_index_key: Tensor,
-    tiles: Tensor,
-    layers: list[list[int]],
-    config: TileConfig,
-) -> None:
-    """Add what the saved teacher's rows give to d_index_key fp32 [t_k, g, i], without 1/sqrt(i)."""
-    num_groups, index_dim = index_query.shape[1:]
-    for first, count in layers:
-        dense_kernel._dense_kl_bwd_key_kernel[(count * num_groups,)](
-            *_read_inputs(index_query, index_key, saved), tiles, saved.student, weight, d_index_key,
-            first, saved.first_row, 1.0, 0.0, *_in_two(index_dim**-0.5), *_read_strides(index_query, index_key, saved),
-            SAVED_TEACHER=True, **_shared_arguments(index_query, index_query, index_query, config),
-        )  # fmt: skip
-
-
-def _read_inputs(index_query: Tensor, index_key: Tensor, saved: SavedTeacher) -> tuple[Tensor, ...]:
-    """The index inputs stand for query, key and lse, which nothing reads."""
-    return index_query, index_key, index_query, index_query, saved.student, saved.probs
-
-
-def _read_strides(index_query: Tensor, index_key: Tensor, saved: SavedTeacher) -> list[int]:
-    return [*_strides(index_query, index_key, index_query, index_query), 0, 0, *saved.probs.stride()[:2]]
+    return lse
 
 
 def dense_kl_bwd_key(
@@ -176,9 +114,9 @@ def dense_kl_bwd_key(
     scaled = weight / largest
     for first, count in layers:
         dense_kernel._dense_kl_bwd_key_kernel[(count * num_groups,)](
-            index_query, index_key, query, key, lse, lse, tiles, student, scaled, d_index_key, first, 0,
-            *_in_two(softmax_scale), *_in_two(index_dim**-0.5),
-            *_strides(index_query, index_key, query, key, lse), 0, 0, SAVED_TEACHER=False, **arguments,
+            index_query, index_key, query, key, lse, tiles, student, scaled, d_index_key, first,
+            *in_two(softmax_scale), *in_two(index_dim**-0.5),
+            *_strides(index_query, index_key, query, key, lse), **arguments,
         )  # fmt: skip
     return d_index_key.sum(dim=1) * (largest * (index_dim**-0.5 / arguments["DS_SCALE"]))
 

@@ -12,7 +12,7 @@ from ..block_sparse_attention.launch import attention_gradients, sparse_attentio
 from ..block_sparse_attention.reverse_index import document_tables
 from ..dense_causal_attention.library import dense_tables
 from ..indexer_loss.dense_gradient import dense_kl_gradient
-from ..indexer_loss.hopper_teacher_launch import takes_hopper_teacher
+from ..indexer_loss.hopper_dense_launch import takes_hopper_dense
 from ..indexer_loss.sparse_backward import IndexGradient
 from ..segments import Segments
 from ..triton_support import unit_stride
@@ -76,7 +76,7 @@ class SparseAttentionWithKL(torch.autograd.Function):
             block_size, scale, query_chunk, on_teacher=parts[0].add if parts else None,
         )  # fmt: skip
         results = [(part.kl, *part.result()) for part in parts]
-        if short.num_valid_rows and takes_hopper_teacher(query, index_query):
+        if short.num_valid_rows and takes_hopper_dense(query, index_query):
             # All tokens are kept, so the student is the one over all visible tokens.
             teacher = (query, key, lse, short, weight, loss.factor)
             results.append(dense_kl_gradient(*index_inputs, *teacher, softmax_scale=scale, index_lse=index_lse))

@@ -215,3 +215,48 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+class TorchDense:
+    """`HopperDense` by torch; what it need not write is NaN."""
+
+    def __init__(self, index_query, index_key, query, key, lse, index_lse, weight, scale):
+        self.index_query, self.index_key, self.index_lse = index_query, index_key, index_lse
+        self.query, self.key, self.lse, self.weight, self.scale = query, key, lse, weight, scale
+        self.lift = 4096.0 if index_query.dtype == torch.float16 else 1.0
+
+    def __call__(self, chunk, first_row, first_key, difference):
+        assert difference.shape[2] % 256 == 0 and first_key % 256 == 0
+        difference.fill_(math.nan)
+        num_groups, index_dim = self.index_query.shape[1:]
+        window = slice(first_key, first_key + difference.shape[2])
+        values = [torch.zeros(1)]
+        for q_start, q_len, k_start, k_len in chunk.rows:
+            rows, keys = slice(q_start, q_start + q_len), slice(k_start, k_start + k_len)
+            query, key = self.query[rows].float().unflatten(1, (num_groups, -1)), self.key[keys].float()
+            lse = self.lse[rows].view(*query.shape[:3], 1)
+            position = torch.arange(k_len - q_len, k_len)[:, None, None]
+            hidden = torch.arange(k_len) > position
+            probs = (self.scale * torch.einsum("tghd,kgd->tghk", query, key) - lse).exp().mean(2)
+            scores = torch.einsum("tgi,ki->tgk", self.index_query[rows].float(), self.index_key[keys].float())
+            log_student = (scores * index_dim**-0.5 - self.index_lse[rows, :, None]).masked_fill(hidden, -1e9)
+            probs = probs.masked_fill(hidden, 0)
+            terms = (torch.special.xlogy(probs, probs) - probs * log_student)[:, :, window]
+            values.append((self.weight[rows, :, None] * terms).sum().view(1))
+            # Whole tiles of columns.
+            exact = torch.nn.functional.pad(log_student.exp() - probs, (0, -k_len % 256)) * self.lift
+            exact.masked_fill_(torch.arange(exact.shape[2]) >= (position // 8 + 1) * 8, math.nan)
+            rounded = exact.to(difference.dtype)
+            made = difference[q_start - first_row : q_start - first_row + q_len]
+            made[:, :, : rounded[:, :, window].shape[2]] = rounded[:, :, window]
+            # Rows of tiles of 64 that see up to 128 keys have what the rounding lost.
+            item_end = k_len - q_len + torch.arange(q_len) // 64 * 64 + 64
+            is_early = item_end.clamp(max=k_len) <= 128
+            if first_key == 0:
+                made[is_early, :, 128:256] = (exact - rounded.float())[is_early, :, :128].to(difference.dtype)
+        return torch.cat(values)
+
+
+@pytest.fixture
+def torch_dense():
+    return TorchDense

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from msa_pretrain.kernels import Segments, attach_dense_kl, dense_attention, dense_indexer_kl
-from msa_pretrain.kernels.indexer_loss import dense_launch
 from msa_pretrain.kernels.indexer_loss.dense_gradient import dense_kl_gradient, gradient_by_chunks
+from msa_pretrain.kernels.indexer_loss.dense_launch import dense_student
+from msa_pretrain.kernels.tuning import TileConfig
+from msa_pretrain.kernels.work_tables import query_tiles
 
 # Arithmetic of masked lanes, which the interpreter carries out and then drops.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -15,6 +17,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.i
 PACKED = Segments.from_cu_seqlens([0, 1, 2, 17, 33, 162], 165)
 # Nested ranges of one document, a fragment without queries, the last row of a document, padding rows.
 FRAGMENTS = Segments(((40, 17, 101, 17), (0, 30, 3, 60), (30, 9, 3, 98), (57, 0, 118, 0), (58, 1, 130, 49)), 60, 180)
+# Three windows of 256 keys.
+LONG = Segments.from_cu_seqlens([0, 40, 560], 563)
 NAMES = ("query", "key", "value", "index_query", "index_key")
 N, G, D, I = 6, 2, 32, 16  # noqa: E741
 SCALE = D**-0.5
@@ -89,57 +93,40 @@ def test_one_weight_a_row_and_none():
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def torch_teacher(x, lse, segments):
-    """P by plain torch; whatever it need not write is NaN."""
-
-    def write(chunk, first, probs):
-        assert probs.shape[2] % 256 == 0 and chunk.num_queries == segments.num_queries
-        probs.fill_(math.nan)
-        for q_start, q_len, k_start, k_len in chunk.rows:
-            query = x["query"][q_start : q_start + q_len].float().view(q_len, G, N // G, D)
-            scores = SCALE * torch.einsum("tghd,kgd->tghk", query, x["key"][k_start : k_start + k_len].float())
-            all_probs = (scores - lse[q_start : q_start + q_len].view(q_len, G, N // G, 1)).exp().mean(2)
-            position = torch.arange(k_len - q_len, k_len)
-            hidden = torch.arange(k_len) > position[:, None]
-            probs[q_start - first : q_start - first + q_len, :, :k_len] = all_probs.masked_fill(
-                hidden[:, None], math.nan
-            )
-
-    return write
-
-
 @pytest.mark.parametrize(
-    "segments, dtype, rows, part_keys",
+    "segments, dtype, rows, window",
     [
-        (PACKED, torch.float32, None, 8192),
-        (PACKED, torch.float16, 40, 128),
-        (FRAGMENTS, torch.float32, 16, 128),
+        (PACKED, torch.float32, None, None),
+        (PACKED, torch.float16, 40, 256),
+        (LONG, torch.float32, None, 256),
+        (LONG, torch.float16, 130, 256),
+        (FRAGMENTS, torch.float32, 16, 256),
     ],
-    ids=["one chunk", "packed, chunks and parts", "fragments, chunks and parts"],
+    ids=["one chunk", "packed, chunks", "windows", "chunks and windows", "fragments, chunks"],
 )
-def test_a_teacher_in_memory_gives_what_the_kernels_make(monkeypatch, segments, dtype, rows, part_keys):
-    monkeypatch.setattr(dense_launch, "PART_KEYS", part_keys)
+@pytest.mark.parametrize("offset", [0.0, 30.0])
+def test_score_gradients_in_memory_give_what_the_kernels_make(torch_dense, segments, dtype, rows, window, offset):
+    """An offset that all index keys share changes nothing, though D is rounded to 16 bits."""
     x, weight = inputs(segments, dtype)
-    index = (x["index_query"], x["index_key"])
     _, lse = dense_attention(x["query"], x["key"], x["value"], segments)
     lse = lse.float()
+    index_query, index_key = x["index_query"], x["index_key"] + (offset * torch.linspace(-1, 1, I)).to(dtype)
     weight = torch.where(segments.positions("cpu")[:, None] > 0, weight, 0.0)
-    expected = dense_kl_gradient(*index, x["query"], x["key"], lse, segments, weight, FACTOR, softmax_scale=SCALE)
-    teacher = torch_teacher(x, lse, segments)
-    scores = torch.zeros(segments.num_queries, G, dtype=torch.float32)
-    for q_start, q_len, k_start, k_len in segments.rows:
-        s = torch.einsum(
-            "tgi,ki->tgk", index[0][q_start : q_start + q_len].double(), index[1][k_start : k_start + k_len].double()
-        )
-        hidden = torch.arange(k_len) > torch.arange(k_len - q_len, k_len)[:, None]
-        scores[q_start : q_start + q_len] = (s / I**0.5).masked_fill(hidden[:, None], -math.inf).logsumexp(2).float()
-    for index_lse in (None, scores):
-        ours = gradient_by_chunks(teacher, *index, segments, weight, FACTOR, index_lse=index_lse, rows=rows)
-        for one, other in zip(ours, expected, strict=True):
-            assert one.dtype == other.dtype
-            # fp16: one unit of rounding of the results
-            bound = 2e-6 if one.dtype != torch.float16 else 2.0**-11
-            assert (one - other).abs().max() <= bound * other.abs().max()
+    leaves = [t.double().requires_grad_() for t in (index_query, index_key)]
+    kl = (dense_indexer_kl(*leaves, x["query"].double(), x["key"].double(), lse.double(), segments) * weight).sum()
+    truth = (kl.detach(), *torch.autograd.grad(FACTOR * kl, leaves))
+    tiles = query_tiles(segments, "cpu", rows=128)
+    index_lse = dense_student(index_query, index_key, tiles, TileConfig(128, 128, num_warps=4, num_stages=1))
+    for tensor in (index_query, x["query"], lse, index_lse):
+        tensor[~segments.query_mask("cpu")] = math.nan
+    teacher = (x["query"], x["key"], lse)
+    make = torch_dense(index_query, index_key, *teacher, index_lse, weight, SCALE)
+    ours = gradient_by_chunks(make, index_query, index_key, segments, weight, FACTOR, rows=rows, window=window)
+    # One rounding of D and one of the result.
+    bounds = (1e-6, 1e-5, 1e-5) if dtype == torch.float32 else (2e-5, 2.0**-10, 2.0**-10)
+    for one, other, bound in zip(ours, truth, bounds, strict=True):
+        error = (one.double() - other).abs().max().item()
+        assert error <= bound * other.abs().max().item(), f"{error:.2e} of {other.abs().max().item():.2e}"
 
 
 def test_a_tensor_factor_is_a_factor():

@@ -99,28 +99,12 @@ def test_it_equals_the_two_ops(shape, layout, dtype, dense_up_to):
     assert all(torch.equal(a, b) for a, b in zip(actual, again, strict=True))
 
 
-class TorchTeacher:
-    """`HopperTeacher` by torch; what it need not write is NaN."""
-
-    def __init__(self, query, key, lse, scale):
-        self.query, self.key, self.lse, self.scale = query.detach(), key.detach(), lse, scale
-
-    def __call__(self, chunk, first, probs):
-        probs.fill_(torch.nan)
-        for q_start, q_len, k_start, k_len in chunk.rows:
-            rows, keys = slice(q_start, q_start + q_len), slice(k_start, k_start + k_len)
-            query = self.query[rows].unflatten(1, (self.key.shape[1], -1))
-            scores = self.scale * torch.einsum("tghd,kgd->tghk", query, self.key[keys])
-            lse = self.lse[rows].view(*scores.shape[:3], 1)
-            probs[q_start - first : q_start - first + q_len, :, :k_len] = (scores - lse).exp().mean(2)
-
-
 @pytest.mark.parametrize("layout", [ROUTED, SHORT], ids=["beside long ones", "alone"])
-def test_short_documents_with_a_teacher_in_memory(monkeypatch, layout):
+def test_short_documents_with_score_gradients_in_memory(monkeypatch, torch_dense, layout):
     """As on Hopper: one pass over all their tokens, with the selection's lse."""
     for module in (launch, dense_gradient):
-        monkeypatch.setattr(module, "takes_hopper_teacher", lambda *_: True)
-    monkeypatch.setattr(dense_gradient, "HopperTeacher", TorchTeacher)
+        monkeypatch.setattr(module, "takes_hopper_dense", lambda *_: True)
+    monkeypatch.setattr(dense_gradient, "HopperDense", torch_dense)
     monkeypatch.setattr(launch.IndexGradient, "add_all", None)
     sizes = dict(n=5, g=1, d=64, i=16, block_size=16, k=2, dtype=torch.float32)
     x, ids, index_lse, weight = inputs(layout, **sizes)
