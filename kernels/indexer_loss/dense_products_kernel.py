@@ -30,7 +30,7 @@ def _weigh_queries_kernel(
     query = tl.load(
         iq_ptr + (place // NUM_GROUPS * stride_iqt + place % NUM_GROUPS * stride_iqg)[:, None]
         + offs_i[None, :] * stride_iqi,
-        mask=(weight > 0)[:, None], other=0.0,
+        mask=(weight != 0)[:, None], other=0.0,
     )  # fmt: skip
     weighted = (query.to(tl.float32) * weight[:, None]).to(out_ptr.dtype.element_ty)
     mask = (place < num_rows * NUM_GROUPS)[:, None]

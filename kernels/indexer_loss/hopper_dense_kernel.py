@@ -173,7 +173,6 @@ def _make(
     wide_n = gl.arange(0, KEYS, layout=gl.SliceLayout(0, wide))
     # A document's first rows have the largest D, and as their other keys are hidden, room for what its rounding loses.
     is_early = position + num_rows <= KEYS
-    is_stored = (wide_m < num_rows)[:, None] & ((PART == 0) | (not is_early))
     differences = difference_ptr + wide_m[:, None] * stride_dt + (PART * KEYS + wide_n)[None, :]
     value = gl.zeros([ROWS], gl.float32, layout=gl.SliceLayout(1, layout))
     lse = gl.load(lse_ptrs)
@@ -194,10 +193,12 @@ def _make(
         rounded = difference.to(difference_ptr.dtype.element_ty)
         if PART == 0 and is_early:
             lost = (difference - rounded.to(gl.float32)).to(rounded.dtype)
-            gl.store(differences + KEYS, gl.convert_layout(lost, wide), mask=is_stored)
+            gl.store(differences + KEYS, gl.convert_layout(lost, wide), mask=(wide_m < num_rows)[:, None])
         # Named here, they are made before the next product takes its registers.
         value, rounded = warpgroup_mma_wait(0, deps=[value, rounded])
         scores = _start_tile(tiles, zeros, tile + 1, num_tiles, PART, HEADS)
+        num_stored = gl.where(is_early, 0, num_rows) if PART else num_rows
+        is_stored = (wide_m < num_stored)[:, None]
         gl.store(differences + tile * (PARTS * KEYS), gl.convert_layout(rounded, wide), mask=is_stored)
         scores = warpgroup_mma_wait(0, deps=[scores])
     value = gl.where(offs_m < num_rows, value * gl.load(weight_ptr + rows * STRIDE), 0.0)

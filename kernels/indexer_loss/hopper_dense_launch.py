@@ -2,6 +2,7 @@
 
 import heapq
 import math
+import os
 
 import torch
 from torch import Tensor
@@ -27,8 +28,14 @@ START = 4
 """What a program costs before its first tile, in products of 64 x 256 scores (measured: 4 us, a product 1.1)."""
 
 
+ENABLED = os.environ.get("MSA_HOPPER_KL") == "1"
+"""Off unless asked for: a training run with the kernel had gradients that are not finite (docs/results/kernels.md)."""
+
+
 def takes_hopper_dense(query: Tensor, index_query: Tensor) -> bool:
     """Whether the kernel takes these queries on this device; what it does not, the kernels of dense_kernel.py do."""
+    if not ENABLED:
+        return False
     heads = query.shape[1] // index_query.shape[1]
     is_known = query.shape[2] == index_query.shape[2] == DIM and heads in HEADS_PER_GROUP
     return is_known and query.dtype == index_query.dtype and takes_hopper(query)
@@ -74,6 +81,17 @@ def build_items(segments: Segments, num_groups: int, products: int, first_key: i
     return torch.cat([rows[owner], torch.stack([first_key // KEYS + first, counts], dim=1)], dim=1)
 
 
+def dense_items(
+    segments: Segments, num_heads: int, num_groups: int, first_key: int, num_keys: int, device: torch.device
+) -> Tensor:
+    """`build_items` on the device, built once."""
+    return segments.cached(
+        f"dense_items_{num_heads}_{num_groups}_{first_key}_{num_keys}",
+        device,
+        lambda: build_items(segments, num_groups, num_heads // num_groups + 1, first_key, num_keys),
+    )
+
+
 class HopperDense:
     """Makes value and score gradient for the fragments of a chunk (`Segments` of the same tensors).
 
@@ -111,12 +129,7 @@ class HopperDense:
         """
         from .hopper_dense_kernel import PARTS, hopper_dense_kernel
 
-        num_keys = difference.shape[2]
-        items = chunk.cached(
-            f"dense_items_{self.num_heads}_{self.num_groups}_{first_key}_{num_keys}",
-            difference.device,
-            lambda: build_items(chunk, self.num_groups, self.num_heads // self.num_groups + 1, first_key, num_keys),
-        )
+        items = dense_items(chunk, self.num_heads, self.num_groups, first_key, difference.shape[2], difference.device)
         programs = len(items) * self.num_groups
         value = torch.empty((programs, PARTS.value), dtype=torch.float32, device=difference.device)
         hopper_dense_kernel[(programs,)](

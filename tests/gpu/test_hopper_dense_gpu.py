@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from msa_pretrain.kernels import Segments, attach_dense_kl, dense_attention, dense_indexer_kl
-from msa_pretrain.kernels.indexer_loss import dense_gradient
+from msa_pretrain.kernels.indexer_loss import dense_gradient, hopper_dense_launch
 from msa_pretrain.kernels.indexer_loss.hopper_dense_launch import KEYS, HopperDense
 
 pytestmark = [
@@ -25,6 +25,11 @@ NESTED = Segments(((200, 400, 0, 400), (600, 100, 0, 1500), (0, 200, 1500, 700),
 SCALE = 128**-0.5
 FACTOR = 0.5
 NAMES = ("kl", "d_index_query", "d_index_key")
+
+
+@pytest.fixture(autouse=True)
+def enabled(monkeypatch):
+    monkeypatch.setattr(hopper_dense_launch, "ENABLED", True)
 
 
 def inputs(segments, n, g, dtype=torch.bfloat16, padding=math.nan):

@@ -11,11 +11,11 @@ from ...model.parameters import mlp_parameters
 from .activations import Activations
 from .stages import Held
 
-# Of kernels/block_sparse_attention/launch.py, kernels/block_selection/launch.py, and dense_gradient.py and
-# dense_launch.py of kernels/indexer_loss, which need Triton to be imported; a test compares them.
+# Of kernels/block_sparse_attention/launch.py, kernels/block_selection/launch.py and kernels/indexer_loss/
+# dense_gradient.py, which need Triton to be imported; a test compares them.
 QUERY_CHUNK = 16384
 SCORE_BUFFER_BYTES = 4 * 2**30
-TEACHER_BYTES, CHUNK_ROWS, PART_KEYS = 2 * 2**30, 128, 8192
+DIFFERENCE_BYTES, CHUNK_ROWS, WINDOW_KEYS = 2**30, 128, 16384
 
 # Building the reverse index, one stable sort of (row, pair): docs/results/kernels_run1.json, stage reverse_index, is
 # 36.4 bytes a pair at its peak for both head shapes at 128K tokens; the index that stays has 4.
@@ -101,15 +101,17 @@ def dense_backward(a: Activations) -> float:
 def full_sequence_kl(a: Activations) -> float:
     """The joint op of the warm-up, before the attention's backward, with documents as long as the sequence.
 
-    Gradients of the index heads, the key's in fp32 for each group; six numbers a row. Of a chunk of query rows: P in
-    fp32, and the query gradient in fp32, one for each part of the keys, their sum and its product with the weights.
+    As with MSA_HOPPER_KL=1, which needs more than the kernels that make everything twice.
+    Gradients of the index heads, the key's in fp32 for each group; weighted index queries; six numbers a row. P_idx - P
+    of a chunk of query rows and a window of keys; where there are several windows, their sums of the query gradient.
     """
     _, groups = a.heads
     dim, keys = a.spec.attention.index_dim, a.tokens * a.spec.parallel.context
-    rows = max(TEACHER_BYTES // (4 * groups * keys) // CHUNK_ROWS, 1) * CHUNK_ROWS
-    parts = -(-keys // PART_KEYS)
-    chunk = 4 * min(rows, a.tokens) * groups * (keys + (parts + 2) * dim)
-    return (a.itemsize * a.tokens + 4 * keys) * groups * dim + 24 * a.tokens * groups + chunk
+    columns = min(WINDOW_KEYS, keys)
+    rows = max(DIFFERENCE_BYTES // (a.itemsize * groups * columns) // CHUNK_ROWS, 1) * CHUNK_ROWS
+    difference = a.itemsize * min(rows, a.tokens) * groups * columns
+    sums = 4 * a.tokens * groups * dim if keys > columns else 0
+    return (2 * a.itemsize * a.tokens + 4 * keys) * groups * dim + 24 * a.tokens * groups + difference + sums
 
 
 def attention(a: Activations, layer: int) -> float:

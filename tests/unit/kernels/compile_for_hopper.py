@@ -5,14 +5,18 @@ A process of its own: where Triton's interpreter has run, as in the tests, nothi
 
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 
 from msa_pretrain.kernels.block_sparse_attention.hopper_backward_kernel import hopper_bwd_kernel
 from msa_pretrain.kernels.block_sparse_attention.hopper_forward_kernel import hopper_fwd_kernel
 from msa_pretrain.kernels.block_sparse_attention.hopper_launch import rows_per_pair
-from msa_pretrain.kernels.indexer_loss.hopper_teacher_kernel import hopper_teacher_kernel
-from msa_pretrain.kernels.indexer_loss.hopper_teacher_launch import KEY_BOX, ROWS
+from msa_pretrain.kernels.indexer_loss.dense_gradient import products_sizes
+from msa_pretrain.kernels.indexer_loss.dense_products_kernel import _dense_products_kernel
+from msa_pretrain.kernels.indexer_loss.hopper_dense_kernel import hopper_dense_kernel
+from msa_pretrain.kernels.indexer_loss.hopper_dense_launch import KEY_BOX, ROWS
+from msa_pretrain.kernels.tuning import TABLE
 
 # Six heads in eight rows, with P left: the case that needs the most registers.
 HEADS = {"NUM_GROUPS": 8, "HEADS": 6}
@@ -25,11 +29,22 @@ KERNELS = {
         ATTENTION | {"TEACHER": True},
         {"query": ("bf16", PAIR), "grad": ("bf16", PAIR), "dq": ("fp16", PAIR)},
     ),
-    hopper_teacher_kernel: (HEADS, {"query": ("bf16", [ROWS, 128]), "key": ("bf16", [KEY_BOX, 128])}),
+    hopper_dense_kernel: (
+        HEADS | {"DIFFERENCE_SCALE": 1.0},
+        dict.fromkeys(("query", "index_query"), ("bf16", [ROWS, 128]))
+        | dict.fromkeys(("key", "index_key"), ("bf16", [KEY_BOX, 128])),
+    ),
+    _dense_products_kernel: (
+        {"NUM_GROUPS": 8, "INDEX_DIM": 128, "PRECISION": "tf32", "stride_iki": 1}
+        | products_sizes(TABLE["dense_kl_products", "sm90", 0, 0, 2]),
+        {},
+    ),
 }
-POINTERS = dict.fromkeys(("key", "centred", "value"), "*bf16") | {"teacher": "*fp16", "items": "*i64"}
+POINTERS = dict.fromkeys(("key", "centred", "value", "difference"), "*bf16") | {"teacher": "*fp16", "items": "*i64"}
+POINTERS |= dict.fromkeys(("ik", "weighted", "d_iq"), "*bf16") | dict.fromkeys(("tiles", "key_tiles"), "*i64")
 POINTERS |= dict.fromkeys(("query_table", "block_table", "pairs", "row_start", "local_end"), "*i32")
 POINTERS |= dict.fromkeys(("row_item", "row_slot", "item_row", "chunk_item"), "*i32")
+WHOLE_TILES = ("first_key", "end_key")
 
 
 def kind(name, constants, boxes):
@@ -41,19 +56,24 @@ def kind(name, constants, boxes):
         return f"tensordesc<{dtype}{box},{NVMMASharedLayout(128, 16, len(box))!r}>"
     if name.endswith("_ptr"):
         return POINTERS.get(name.removesuffix("_ptr"), "*fp32")
-    return "fp32" if name.startswith("scale") else "i32"
+    return "fp32" if "scale" in name else "i32"
 
 
 triton.knobs.nvidia.dump_ptxas_log = True
 for kernel, (constants, boxes) in KERNELS.items():
     names = kernel.arg_names
-    aligned = [number for number, name in enumerate(names) if name.endswith("_ptr") or name.startswith("stride")]
-    source = GluonASTSource(
+    aligned = [
+        number
+        for number, name in enumerate(names)
+        if name not in constants and (name.endswith("_ptr") or name.startswith("stride") or name in WHOLE_TILES)
+    ]
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(
         kernel,
         {name: kind(name, constants, boxes) for name in names},
         {(names.index(name),): value for name, value in constants.items()},
         {(number,): [["tt.divisibility", 16]] for number in aligned},
     )
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    options = {"num_warps": 4 if kernel.is_gluon() else TABLE["dense_kl_products", "sm90", 0, 0, 2].num_warps}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     products = compiled.asm["ptx"].count("wgmma.mma_async")
     print(f"{kernel.__name__}: shared {compiled.metadata.shared}, products {products}")
