@@ -11,7 +11,12 @@ beside its exponentials of these. One warp brings queries and keys, one those of
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from ..gluon_support import make_barriers, tma_load
 
@@ -262,6 +267,8 @@ def hopper_dense_kernel(
     numbers = (
         num_rows, position, first_position, num_tiles, stride_lt, stride_dt, scale, index_scale, index_scale_rest,
     )  # fmt: skip
+    # The copies that complete the barriers see them as they were made.
+    fence_async_shared()
     row = row.to(gl.int32)
     gl.warp_specialize(
         [
