@@ -17,10 +17,10 @@ from ..tuning import TileConfig, tile_config
 from ..work_tables import query_tiles
 from . import dense_products_kernel
 from .dense_launch import (
-    FP16_SCALE,
     _dense_indexer_kl,
     _dense_indexer_kl_backward,
     dense_student,
+    difference_scale,
     key_tiles_in_layers,
     op_tables,
     several_tokens,
@@ -134,7 +134,7 @@ def gradient_by_chunks(
         return weight.new_zeros((), dtype=torch.float64), d_index_query, torch.zeros_like(index_key)
     # Weights near 1: fp16 has no room for small ones.
     largest = weight.amax().clamp(min=torch.finfo(torch.float32).tiny)
-    scale = index_dim**-0.5 / (FP16_SCALE if dtype == torch.float16 else 1.0)
+    scale = index_dim**-0.5 / difference_scale(dtype)
     unit = weight * (scale * factor)
     queries = _weigh(index_query, weight, largest)
     difference = index_query.new_empty((rows, num_groups, columns))

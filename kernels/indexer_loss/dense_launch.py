@@ -19,6 +19,11 @@ FP16_SCALE = 4096.0
 """P_idx - P of long documents lies among fp16's subnormals; this lifts it, and 1 still fits."""
 
 
+def difference_scale(dtype: torch.dtype) -> float:
+    """By how much P_idx - P is larger in products of this dtype."""
+    return FP16_SCALE if dtype == torch.float16 else 1.0
+
+
 def _config(op: str, query: Tensor, index_query: Tensor, num_groups: int) -> TileConfig:
     itemsize = max(query.dtype.itemsize, index_query.dtype.itemsize)
     heads_per_group = query.shape[1] // num_groups
@@ -33,7 +38,7 @@ def _shared_arguments(index_query: Tensor, query: Tensor, key: Tensor, config: T
         "HEAD_DIM": query.shape[2],
         "BLOCK_M": config.rows,
         "BLOCK_N": config.columns,
-        "DS_SCALE": FP16_SCALE if index_query.dtype == torch.float16 else 1.0,
+        "DS_SCALE": difference_scale(index_query.dtype),
         "INDEX_PRECISION": dot_precision(index_query.dtype),
         "PRECISION": dot_precision(query.dtype),
         "SPLIT": index_query.dtype != torch.float32,

@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..gluon_support import make_barriers, tma_load
+from .dense_products_kernel import LOST_AT
 
 ROWS = gl.constexpr(64)
 KEYS = gl.constexpr(128)
@@ -177,7 +178,7 @@ def _make(
     wide_m = gl.arange(0, ROWS, layout=gl.SliceLayout(1, wide))
     wide_n = gl.arange(0, KEYS, layout=gl.SliceLayout(0, wide))
     # A document's first rows have the largest D, and as their other keys are hidden, room for what its rounding loses.
-    is_early = position + num_rows <= KEYS
+    is_early = position + num_rows <= LOST_AT
     differences = difference_ptr + wide_m[:, None] * stride_dt + (PART * KEYS + wide_n)[None, :]
     value = gl.zeros([ROWS], gl.float32, layout=gl.SliceLayout(1, layout))
     lse = gl.load(lse_ptrs)
@@ -198,7 +199,7 @@ def _make(
         rounded = difference.to(difference_ptr.dtype.element_ty)
         if PART == 0 and is_early:
             lost = (difference - rounded.to(gl.float32)).to(rounded.dtype)
-            gl.store(differences + KEYS, gl.convert_layout(lost, wide), mask=(wide_m < num_rows)[:, None])
+            gl.store(differences + LOST_AT, gl.convert_layout(lost, wide), mask=(wide_m < num_rows)[:, None])
         # Named here, they are made before the next product takes its registers.
         value, rounded = warpgroup_mma_wait(0, deps=[value, rounded])
         scores = _start_tile(tiles, zeros, tile + 1, num_tiles, PART, HEADS)
@@ -236,7 +237,7 @@ def hopper_dense_kernel(
 ):
     """One program per item and group; D [rows from first_row on, group, keys from first_key on] has whole tiles.
 
-    Rows whose item ends at position KEYS or before have the rounding of D, in the same dtype, KEYS columns behind.
+    Rows whose item ends at position LOST_AT or before have what the rounding of D lost LOST_AT columns behind it.
 
     Items int64 [items, 6]: first query row, number of rows, position of the first, key row of position 0, first tile of
     keys, tiles of keys. index_scale: for scores in log2, in two parts. value fp32 [programs, 2].

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..hopper import describe, takes_hopper
 from ..segments import Segments
 from ..work_tables import query_tiles
-from .dense_launch import FP16_SCALE, HEADS_PER_GROUP, in_two
+from .dense_launch import HEADS_PER_GROUP, difference_scale, in_two
 
 DIM = 128
 """Head dim and index dim."""
@@ -26,8 +26,6 @@ PROCESSORS = 132
 """Multiprocessors of an H100 or H200; each runs one program."""
 START = 4
 """What a program costs before its first tile, in products of 64 x 256 scores (measured: 4 us, a product 1.1)."""
-
-
 ENABLED = os.environ.get("MSA_HOPPER_KL") == "1"
 """Off unless asked for: a training run with the kernel had gradients that are not finite (docs/results/kernels.md)."""
 
@@ -119,7 +117,7 @@ class HopperDense:
         )
         self.rows = (lse.float().contiguous(), index_lse.contiguous(), weight.contiguous())
         self.scales = (softmax_scale, *in_two(DIM**-0.5 / math.log(2)))
-        self.lift = FP16_SCALE if index_query.dtype == torch.float16 else 1.0
+        self.lift = difference_scale(index_query.dtype)
 
     def __call__(self, chunk: Segments, first_row: int, first_key: int, difference: Tensor) -> Tensor:
         """Write D = P_idx - P, times FP16_SCALE in fp16, to difference [rows from first_row, g, keys from first_key].

@@ -22,6 +22,7 @@ from msa_pretrain.kernels.tuning import TABLE
 HEADS = {"NUM_GROUPS": 8, "HEADS": 6}
 ATTENTION = HEADS | {"NUM_SELECTED": 16, "PLACES": rows_per_pair(6)}
 PAIR = [1, rows_per_pair(6), 64]
+PRODUCTS = TABLE["dense_kl_products", "sm90", 0, 0, 2]
 # Constants, then what TMA copies at once.
 KERNELS = {
     hopper_fwd_kernel: (ATTENTION, {"query": ("bf16", PAIR), "partial": ("fp16", PAIR)}),
@@ -35,8 +36,7 @@ KERNELS = {
         | dict.fromkeys(("key", "index_key"), ("bf16", [KEY_BOX, 128])),
     ),
     _dense_products_kernel: (
-        {"NUM_GROUPS": 8, "INDEX_DIM": 128, "PRECISION": "tf32", "stride_iki": 1}
-        | products_sizes(TABLE["dense_kl_products", "sm90", 0, 0, 2]),
+        {"NUM_GROUPS": 8, "INDEX_DIM": 128, "PRECISION": "tf32", "stride_iki": 1} | products_sizes(PRODUCTS),
         {},
     ),
 }
@@ -73,7 +73,7 @@ for kernel, (constants, boxes) in KERNELS.items():
         {(names.index(name),): value for name, value in constants.items()},
         {(number,): [["tt.divisibility", 16]] for number in aligned},
     )
-    options = {"num_warps": 4 if kernel.is_gluon() else TABLE["dense_kl_products", "sm90", 0, 0, 2].num_warps}
+    options = {"num_warps": 4 if kernel.is_gluon() else PRODUCTS.num_warps}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     products = compiled.asm["ptx"].count("wgmma.mma_async")
     print(f"{kernel.__name__}: shared {compiled.metadata.shared}, products {products}")
