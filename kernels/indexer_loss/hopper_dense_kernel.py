@@ -261,7 +261,9 @@ def hopper_dense_kernel(
     # The last place of each is the student's.
     query_smem = gl.allocate_shared_memory(dtype, [STUDENT + 1, ROWS, DIM], matrix)
     key_smem = gl.allocate_shared_memory(dtype, [PARTS + 1, KEYS, DIM], matrix)
-    query_full, query_empty = make_barriers(PAIR_STAGES + 1, 1), make_barriers(PAIR_STAGES, PARTS)
+    RESIDENT: gl.constexpr = (HEADS + 1) // 2 <= PAIR_STAGES
+    query_full = make_barriers(PAIR_STAGES + 1, 1)
+    query_empty = query_full if RESIDENT else make_barriers(PAIR_STAGES, PARTS)
     key_full, key_empty = make_barriers(2 * PARTS, 1), make_barriers(PARTS + 1, 1)
     tiles = (query_smem, key_smem, query_full, query_empty, key_full, key_empty)
     pointers = (lse_ptr, index_lse_ptr, weight_ptr, difference_ptr, value_ptr)

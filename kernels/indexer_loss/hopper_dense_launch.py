@@ -2,7 +2,6 @@
 
 import heapq
 import math
-import os
 
 import torch
 from torch import Tensor
@@ -26,14 +25,10 @@ PROCESSORS = 132
 """Multiprocessors of an H100 or H200; each runs one program."""
 START = 4
 """What a program costs before its first tile, in products of 64 x 256 scores (measured: 4 us, a product 1.1)."""
-ENABLED = os.environ.get("MSA_HOPPER_KL") == "1"
-"""Off unless asked for: a training run with the kernel had gradients that are not finite (docs/results/kernels.md)."""
 
 
 def takes_hopper_dense(query: Tensor, index_query: Tensor) -> bool:
     """Whether the kernel takes these queries on this device; what it does not, the kernels of dense_kernel.py do."""
-    if not ENABLED:
-        return False
     heads = query.shape[1] // index_query.shape[1]
     is_known = query.shape[2] == index_query.shape[2] == DIM and heads in HEADS_PER_GROUP
     return is_known and query.dtype == index_query.dtype and takes_hopper(query)

@@ -101,7 +101,6 @@ def dense_backward(a: Activations) -> float:
 def full_sequence_kl(a: Activations) -> float:
     """The joint op of the warm-up, before the attention's backward, with documents as long as the sequence.
 
-    As with MSA_HOPPER_KL=1, which needs more than the kernels that make everything twice.
     Gradients of the index heads, the key's in fp32 for each group; weighted index queries; six numbers a row. P_idx - P
     of a chunk of query rows and a window of keys; where there are several windows, their sums of the query gradient.
     """

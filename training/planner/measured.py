@@ -14,8 +14,8 @@ Shape = tuple[int, int]
 """Query heads, KV groups."""
 
 # Operation -> shape -> (tokens, ms). `with_kl` is sparse attention forward and backward with the KL, `warmup` dense
-# attention with the full-sequence KL. docs/results/kernels_run1.json: sparse_fwd, with_kl, select. warmup.json: the
-# others, with the kernels of the KL that are taken without MSA_HOPPER_KL; warmup_kl.json: dense past 32K tokens.
+# attention with the full-sequence KL. docs/results/kernels_run1.json: sparse_fwd, with_kl, select. warmup_kl.json:
+# dense forward and backward, warmup. warmup.json: dense forward.
 MILLISECONDS: dict[str, dict[Shape, list[tuple[int, float]]]] = {
     "sparse_fwd": {
         (64, 4): [(4096, 0.62), (8192, 1.55), (32768, 6.72), (131072, 27.66)],

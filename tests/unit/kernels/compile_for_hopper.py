@@ -3,6 +3,8 @@
 A process of its own: where Triton's interpreter has run, as in the tests, nothing compiles any more.
 """
 
+import re
+
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -59,6 +61,14 @@ def kind(name, constants, boxes):
     return "fp32" if "scale" in name else "i32"
 
 
+def barriers(ttgir):
+    """How many arrays of barriers a kernel makes, and how many of them its groups of warps do not take."""
+    made = set(re.findall(r"(%\w+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<\d+x1xi64", ttgir))
+    whole = dict(re.findall(r"(%\w+) = ttg\.memdesc_index (%\w+)", ttgir))
+    taken = re.findall(r"%\w+", "".join(re.findall(r"ttg\.warp_specialize\(([^)]*)\)", ttgir)))
+    return len(made), len(made - {whole.get(name, name) for name in taken})
+
+
 triton.knobs.nvidia.dump_ptxas_log = True
 for kernel, (constants, boxes) in KERNELS.items():
     names = kernel.arg_names
@@ -76,4 +86,5 @@ for kernel, (constants, boxes) in KERNELS.items():
     options = {"num_warps": 4 if kernel.is_gluon() else PRODUCTS.num_warps}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     products = compiled.asm["ptx"].count("wgmma.mma_async")
-    print(f"{kernel.__name__}: shared {compiled.metadata.shared}, products {products}")
+    made, idle = barriers(compiled.asm["ttgir"])
+    print(f"{kernel.__name__}: shared {compiled.metadata.shared}, products {products}, barriers {made}, idle {idle}")

@@ -58,13 +58,11 @@ def test_a_makespan():
 
 
 @pytest.mark.parametrize("is_hopper", [True, False])
-@pytest.mark.parametrize("is_enabled", [True, False])
-def test_a_hopper_takes_it_where_it_is_asked_for(monkeypatch, is_hopper, is_enabled):
+def test_a_hopper_takes_it(monkeypatch, is_hopper):
     query, index_query = (torch.zeros(4, heads, 128, dtype=torch.bfloat16) for heads in (64, 4))
     if is_hopper:
         monkeypatch.setattr(hopper_dense_launch, "takes_hopper", lambda *_: True)
-    monkeypatch.setattr(hopper_dense_launch, "ENABLED", is_enabled)
-    assert takes_hopper_dense(query, index_query) == (is_hopper and is_enabled)
+    assert takes_hopper_dense(query, index_query) == is_hopper
     assert not takes_hopper_dense(query[:, :, :64], index_query) and not takes_hopper_dense(query.half(), index_query)
 
 
