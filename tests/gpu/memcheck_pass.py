@@ -11,10 +11,13 @@ import torch
 
 from msa_pretrain.kernels import (
     Segments,
+    attach_dense_kl,
     decode_attention,
+    dense_attention,
     dense_indexer_kl,
     select_blocks,
     sparse_attention,
+    sparse_attention_with_kl,
     sparse_indexer_kl,
 )
 
@@ -38,12 +41,20 @@ def one_pass(heads, g, d, i, block_size, k, dtype, borders):
     index_query, index_key = draw(num_tokens, g, i), draw(num_tokens, i)
     sizes = {"block_size": block_size, "backend": "triton"}
     with torch.no_grad():
-        ids, _ = select_blocks(index_query, index_key, segments, num_selected_blocks=k, **sizes)
+        ids, index_lse = select_blocks(index_query, index_key, segments, num_selected_blocks=k, **sizes)
     output, lse = sparse_attention(query, key, value, ids, segments, **sizes)
     kl = sparse_indexer_kl(index_query, index_key, query, key, lse, ids, segments, **sizes)
     # Every token is visible to the full-sequence KL; any finite lse will do for a memory check.
     dense_kl = dense_indexer_kl(index_query, index_key, query, key, lse.nan_to_num(0, 0, 0), segments, backend="triton")
     (output.float().square().sum() + kl.sum() + dense_kl.sum()).backward()
+    loss = dict(kl_weight=1.0, record=lambda kl: None)
+    index = index_query, index_key
+    sparse = sparse_attention_with_kl(
+        query, key, value, *index, ids, index_lse, segments, block_size=block_size, dense_up_to=block_size, **loss
+    )
+    dense, lse = dense_attention(query, key, value, segments, backend="triton")
+    warmup = attach_dense_kl(dense, *index, query, key, lse, segments, **loss)
+    (sparse.float().square().sum() + warmup.float().square().sum()).backward()
     lengths = torch.tensor([num_tokens, 1, 0], device="cuda")
     caches = [x.detach()[None].repeat(3, *[1] * x.dim()) for x in (key, value, index_key)]
     decode_attention(
