@@ -130,7 +130,9 @@ def test_a_dataset_by_its_hub_name(tmp_path):
     assert texts_at(tmp_path / "test" / "train") == ["a test"]
 
 
-def test_a_hub_name_without_a_network():
+def test_a_hub_name_without_a_network(monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match=r"--input hub:no/such: split 'train' cannot be loaded .*and the network"):
         find_units(["hub:no/such"])
 

@@ -92,7 +92,8 @@ def test_the_end_of_a_document_must_be_named(tmp_path):
         load_tokenizer("byte", "<eod>")
 
 
-def test_tokenizers_that_cannot_be_loaded(tmp_path):
+def test_tokenizers_that_cannot_be_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match=r"--tokenizer no/such-one: transformers cannot load it .* without a network"):
         load_tokenizer("no/such-one")
     with pytest.raises(ValueError, match=r"absent\.json does not exist"):
