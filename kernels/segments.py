@@ -34,8 +34,6 @@ class Segments:
     _cache: dict[tuple[str, torch.device], Tensor] = field(
         default_factory=dict, init=False, repr=False, compare=False, hash=False
     )
-    # What copies of tables read stays as long as the tables: a copy may wait for all that is queued before it.
-    _pinned: list[Tensor] = field(default_factory=list, init=False, repr=False, compare=False, hash=False)
     _parts: dict[int, tuple["Segments", "Segments"]] = field(
         default_factory=dict, init=False, repr=False, compare=False, hash=False
     )
@@ -176,8 +174,7 @@ class Segments:
         if (name, place) not in self._cache:
             tensor = build()
             if place.type == "cuda":
-                self._pinned.append(tensor.pin_memory())
-                tensor = self._pinned[-1].to(place, non_blocking=True)
+                tensor = tensor.pin_memory().to(place, non_blocking=True)
             self._cache[name, place] = tensor
         return self._cache[name, place]
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..indexer_loss.dense_gradient import copy_tables, dense_kl_gradient
+from ..indexer_loss.dense_gradient import dense_kl_gradient
 from ..segments import Segments
 from ..sparse_training.launch import IndexLoss
 
@@ -25,7 +25,6 @@ class AttachDenseKL(torch.autograd.Function):
         scale: float,
         loss: IndexLoss,
     ) -> Tensor:
-        copy_tables(index_query, query, segments)
         ctx.save_for_backward(index_query, index_key, query, key, lse)
         ctx.segments, ctx.scale, ctx.loss = segments, scale, loss
         return output.view_as(output)

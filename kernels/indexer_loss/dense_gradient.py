@@ -25,7 +25,7 @@ from .dense_launch import (
     op_tables,
     several_tokens,
 )
-from .hopper_dense_launch import KEYS, HopperDense, dense_items, takes_hopper_dense
+from .hopper_dense_launch import KEYS, HopperDense, takes_hopper_dense
 
 DIFFERENCE_BYTES = 2**30
 """Most memory for D of one chunk and window, as long as that is CHUNK_ROWS or more."""
@@ -77,35 +77,6 @@ def dense_kl_gradient(
     return (weight * kl).sum(dtype=torch.float64), *gradients
 
 
-def copy_tables(index_query: Tensor, query: Tensor, segments: Segments) -> None:
-    """Bring to the device what `dense_kl_gradient` needs of the segments: in forward, when little is queued before."""
-    several_tokens(segments, query.device)
-    if not takes_hopper_dense(query, index_query):
-        op_tables(index_query, query, index_query.shape[1], segments)
-        return
-    num_heads, num_groups = query.shape[1], index_query.shape[1]
-    rows, columns = _chunk_size(index_query, segments)
-    query_tiles(segments, query.device, rows=_config("dense_student", index_query).rows)
-    for chunk in segments.chunks(rows) if segments.num_valid_rows else ():
-        _product_tables(chunk, query.device, _config("dense_kl_products", index_query))
-        for first_key in range(0, chunk.max_k_len, columns):
-            dense_items(chunk, num_heads, num_groups, first_key, columns, query.device)
-
-
-def _chunk_size(
-    index_query: Tensor, segments: Segments, rows: int | None = None, window: int | None = None
-) -> tuple[int, int]:
-    """Query rows of a chunk and keys of a window."""
-    columns = min(window or WINDOW_KEYS, -(-max(segments.max_k_len, 1) // KEYS) * KEYS)
-    rows = rows or chunk_rows(index_query.shape[1], columns, index_query.element_size())
-    return min(rows, index_query.shape[0]), columns
-
-
-def _product_tables(chunk: Segments, device: torch.device, config: TileConfig) -> tuple[Tensor, Tensor, Tensor]:
-    """Query tiles, key tiles, and on the CPU their layers."""
-    return query_tiles(chunk, device, rows=config.rows), *key_tiles_in_layers(chunk, device, config.columns)
-
-
 def chunk_rows(num_groups: int, columns: int, itemsize: int) -> int:
     """Query rows of a chunk, for D of so many columns."""
     return max(DIFFERENCE_BYTES // (itemsize * num_groups * columns) // CHUNK_ROWS, 1) * CHUNK_ROWS
@@ -128,7 +99,8 @@ def gradient_by_chunks(
     """
     num_queries, num_groups, index_dim = index_query.shape
     device, dtype = index_query.device, index_query.dtype
-    rows, columns = _chunk_size(index_query, segments, rows, window)
+    columns = min(window or WINDOW_KEYS, -(-max(segments.max_k_len, 1) // KEYS) * KEYS)
+    rows = min(rows or chunk_rows(num_groups, columns, index_query.element_size()), num_queries)
     d_index_query = torch.zeros_like(index_query, memory_format=torch.contiguous_format)
     if not segments.num_valid_rows:
         return weight.new_zeros((), dtype=torch.float64), d_index_query, torch.zeros_like(index_key)
@@ -144,7 +116,8 @@ def gradient_by_chunks(
     values = []
     for chunk in segments.chunks(rows):
         first_row = min(row[0] for row in chunk.rows)
-        tiles, key_tiles, layers = _product_tables(chunk, device, config)
+        tiles = query_tiles(chunk, device, rows=config.rows)
+        key_tiles, layers = key_tiles_in_layers(chunk, device, config.columns)
         for first_key in range(0, chunk.max_k_len, columns):
             values.append(make_difference(chunk, first_row, first_key, difference))
             # The query tiles go with the first key tiles.

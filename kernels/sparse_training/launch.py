@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from ..block_sparse_attention.launch import attention_gradients, sparse_attention_triton
 from ..block_sparse_attention.reverse_index import document_tables
 from ..dense_causal_attention.library import dense_tables
-from ..indexer_loss.dense_gradient import copy_tables, dense_kl_gradient
+from ..indexer_loss.dense_gradient import dense_kl_gradient
 from ..indexer_loss.hopper_dense_launch import takes_hopper_dense
 from ..indexer_loss.sparse_backward import IndexGradient
 from ..segments import Segments
@@ -50,9 +50,6 @@ class SparseAttentionWithKL(torch.autograd.Function):
         loss: IndexLoss,
     ) -> Tensor:
         output, lse = sparse_attention_triton(query, key, value, block_indices, segments, **routes)
-        short, _ = segments.split_at(routes["dense_up_to"])
-        if short.num_valid_rows and takes_hopper_dense(query, index_query):
-            copy_tables(index_query, query, short)
         ctx.save_for_backward(query, key, value, output, lse, index_query, index_key, block_indices, index_lse)
         ctx.segments, ctx.routes, ctx.loss = segments, routes, loss
         return output

@@ -57,8 +57,12 @@ def exact(x, segments, columns):
         rows, keys = slice(q_start, q_start + q_len), slice(k_start, k_start + k_len)
         hidden = (torch.arange(k_len) > torch.arange(k_len - q_len, k_len)[:, None]).to(DEVICE)[:, None]
         grouped = query[rows].unflatten(1, (key.shape[1], -1))
-        scores = SCALE * torch.einsum("tghd,kgd->tghk", grouped, key[keys])
-        p = (scores - lse[rows].view(*grouped.shape[:3], 1)).exp().mean(2).masked_fill(hidden, 0)
+        grouped_lse = lse[rows].view(*grouped.shape[:3], 1)
+        p = torch.zeros((), device=DEVICE)
+        for head in range(grouped.shape[2]):  # One after the other: all at once are 8 GiB.
+            scores = SCALE * torch.einsum("tgd,kgd->tgk", grouped[:, :, head], key[keys])
+            p = p + (scores - grouped_lse[:, :, head]).exp() / grouped.shape[2]
+        p = p.masked_fill(hidden, 0)
         x = (SCALE * torch.einsum("tgi,ki->tgk", index_query[rows], index_key[keys])).masked_fill(hidden, -math.inf)
         index_lse[rows] = x.logsumexp(2)
         log_student = (x - index_lse[rows, :, None]).masked_fill(hidden, 0)
