@@ -261,6 +261,8 @@ def read_manifest(prefix: Path) -> Manifest:
         fields = json.loads(manifest_path(prefix).read_text())
     except ValueError as err:
         raise ValueError(f"{manifest_path(prefix)} is not a manifest: {err}. {REMEDY}") from err
+    if not isinstance(fields, dict):
+        raise ValueError(f"{manifest_path(prefix)} is not a manifest: it holds {fields!r:.80}. {REMEDY}")
     missing, unknown = _field_names() - set(fields), set(fields) - _field_names()
     if missing or unknown:
         raise ValueError(

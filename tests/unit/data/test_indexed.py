@@ -99,6 +99,15 @@ def damages(draw):
     return path, kind, draw(st.floats(0, 1, exclude_max=True)), draw(st.binary(min_size=1, max_size=40))
 
 
+@pytest.mark.parametrize("text", ["11111111", "null", '["a"]', '"a"'])
+def test_json_that_is_no_object_is_no_manifest(healthy, tmp_path, text):
+    for path in FILES:
+        shutil.copy(path(healthy[0] / "a"), path(tmp_path / "a"))
+    manifest_path(tmp_path / "a").write_text(text)
+    with pytest.raises(ValueError, match="is not a manifest: it holds"):
+        open_indexed_dataset(tmp_path / "a")
+
+
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(damage=damages())
 def test_damage_is_refused_and_never_a_wrong_token(healthy, tmp_path_factory, damage):
